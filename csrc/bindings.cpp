@@ -1,0 +1,91 @@
+// The Python face of csrc: raw addresses and integers in, the GIL released while bytes move. It checks nothing
+// that the plan has checked already and knows no array library.
+#include <nanobind/nanobind.h>
+
+#include "cpu/move.h"
+#include "cpu/process_memory.h"
+
+namespace nb = nanobind;
+namespace cpu = kvxfer::cpu;
+
+namespace {
+
+template <class T>
+T* at(std::uint64_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// The tables of one plan part, kept as addresses. Python keeps the arrays alive.
+struct Part {
+  cpu::Work work;
+
+  Part(std::uint64_t rows, std::int64_t num_rows, std::uint64_t src_block, std::uint64_t dst_block,
+       std::uint64_t src_token, std::uint64_t dst_token, std::uint64_t tokens, std::uint64_t wire_start,
+       std::int64_t wire_bytes)
+      : work{at<const kvxfer::Row>(rows),
+             num_rows,
+             {at<const std::int32_t>(src_block), at<const std::int32_t>(dst_block), at<const std::int32_t>(src_token),
+              at<const std::int32_t>(dst_token), at<const std::int32_t>(tokens), at<const std::int64_t>(wire_start),
+              wire_bytes},
+             0,
+             0} {}
+
+  cpu::Work range(std::int64_t first, std::int64_t count) const {
+    cpu::Work part = work;
+    part.first = first;
+    part.count = count;
+    return part;
+  }
+};
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.attr("ROW_BYTES") = sizeof(kvxfer::Row);
+
+  nb::class_<Part>(m, "Part")
+      .def(nb::init<std::uint64_t, std::int64_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t,
+                    std::uint64_t, std::uint64_t, std::int64_t>());
+
+  m.def(
+      "copy",
+      [](const Part& part, std::int64_t first, std::int64_t count, std::uint64_t src_bases, std::uint64_t dst_bases,
+         int threads) {
+        nb::gil_scoped_release release;
+        cpu::copy(part.range(first, count), at<const std::uint64_t>(src_bases), at<const std::uint64_t>(dst_bases),
+                  threads);
+      },
+      nb::arg("part"), nb::arg("first"), nb::arg("count"), nb::arg("src_bases"), nb::arg("dst_bases"),
+      nb::arg("threads"));
+  m.def(
+      "gather",
+      [](const Part& part, std::int64_t first, std::int64_t count, std::uint64_t src_bases, std::uint64_t wire,
+         int threads) {
+        nb::gil_scoped_release release;
+        cpu::gather(part.range(first, count), at<const std::uint64_t>(src_bases), at<std::uint8_t>(wire), threads);
+      },
+      nb::arg("part"), nb::arg("first"), nb::arg("count"), nb::arg("src_bases"), nb::arg("wire"), nb::arg("threads"));
+  m.def(
+      "scatter",
+      [](const Part& part, std::int64_t first, std::int64_t count, std::uint64_t wire, std::uint64_t dst_bases,
+         int threads) {
+        nb::gil_scoped_release release;
+        cpu::scatter(part.range(first, count), at<const std::uint8_t>(wire), at<const std::uint64_t>(dst_bases),
+                     threads);
+      },
+      nb::arg("part"), nb::arg("first"), nb::arg("count"), nb::arg("wire"), nb::arg("dst_bases"), nb::arg("threads"));
+
+  m.def(
+      "move_process_memory",
+      [](int pid, bool write, std::uint64_t runs, std::int64_t count) {
+        nb::gil_scoped_release release;
+        return cpu::move_process_memory(pid, write ? cpu::Direction::write : cpu::Direction::read,
+                                        at<const cpu::Run>(runs), count);
+      },
+      nb::arg("pid"), nb::arg("write"), nb::arg("runs"), nb::arg("count"));
+
+  m.def("load_word", [](std::uint64_t address) { return cpu::load_word(at<const std::uint64_t>(address)); });
+  m.def("store_word", [](std::uint64_t address, std::uint64_t value) {
+    cpu::store_word(at<std::uint64_t>(address), value);
+  });
+}

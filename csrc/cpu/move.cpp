@@ -1,0 +1,139 @@
+#include "cpu/move.h"
+
+#include <algorithm>
+#include <cstring>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace kvxfer::cpu {
+namespace {
+
+using std::int64_t;
+using std::uint64_t;
+using std::uint8_t;
+
+// Where a row's bytes lie for one segment: blocks are strided, a packed buffer is dense in (entry, head, channel).
+struct Place {
+  uint8_t* base;
+  uint64_t entry_stride, head_stride, channel_stride;
+};
+
+struct Extent {
+  uint64_t entries, heads, channels, unit_bytes;
+  uint64_t bytes() const { return entries * heads * channels * unit_bytes; }
+};
+
+void copy_strided(const Place& src, const Place& dst, Extent extent) {
+  // Fold dimensions that are contiguous on both sides into longer runs.
+  if (extent.heads == 1 && src.entry_stride == extent.unit_bytes && dst.entry_stride == extent.unit_bytes &&
+      extent.channels == 1) {
+    std::memcpy(dst.base, src.base, extent.bytes());
+    return;
+  }
+  for (uint64_t entry = 0; entry < extent.entries; ++entry) {
+    const uint8_t* src_entry = src.base + entry * src.entry_stride;
+    uint8_t* dst_entry = dst.base + entry * dst.entry_stride;
+    for (uint64_t head = 0; head < extent.heads; ++head) {
+      const uint8_t* src_head = src_entry + head * src.head_stride;
+      uint8_t* dst_head = dst_entry + head * dst.head_stride;
+      for (uint64_t channel = 0; channel < extent.channels; ++channel) {
+        std::memcpy(dst_head + channel * dst.channel_stride, src_head + channel * src.channel_stride,
+                    extent.unit_bytes);
+      }
+    }
+  }
+}
+
+
+Extent extent_of(const Row& row, const Segments& segments, int64_t segment, uint64_t& src_entry,
+                 uint64_t& dst_entry) {
+  if (row.tokens_per_entry == 0) {
+    src_entry = dst_entry = 0;
+    return {1, 1, 1, row.unit_bytes};
+  }
+  const uint64_t ratio = row.tokens_per_entry;
+  const uint64_t src_token = static_cast<uint64_t>(segments.src_token[segment]);
+  const uint64_t tokens = static_cast<uint64_t>(segments.tokens[segment]);
+  src_entry = src_token / ratio;
+  dst_entry = static_cast<uint64_t>(segments.dst_token[segment]) / ratio;
+  return {(src_token + tokens) / ratio - src_entry, row.heads, row.channels, row.unit_bytes};
+}
+
+Place packed_place(uint8_t* base, const Extent& extent) {
+  const uint64_t head = extent.channels * extent.unit_bytes;
+  return {base, extent.heads * head, head, extent.unit_bytes};
+}
+
+Place src_place(const Row& row, const uint64_t* bases, int64_t block, uint64_t entry) {
+  const uint64_t address = bases[row.src_region] + row.src_offset +
+                           static_cast<uint64_t>(block) * row.src_block_stride + entry * row.src_entry_stride;
+  return {reinterpret_cast<uint8_t*>(address), row.src_entry_stride, row.src_head_stride, row.src_channel_stride};
+}
+
+Place dst_place(const Row& row, const uint64_t* bases, int64_t block, uint64_t entry) {
+  const uint64_t address = bases[row.dst_region] + row.dst_offset +
+                           static_cast<uint64_t>(block) * row.dst_block_stride + entry * row.dst_entry_stride;
+  return {reinterpret_cast<uint8_t*>(address), row.dst_entry_stride, row.dst_head_stride, row.dst_channel_stride};
+}
+
+int64_t wire_start(const Segments& segments, int64_t segment) {
+  return segments.wire_start ? segments.wire_start[segment] : segment * segments.wire_bytes;
+}
+
+// One loop for all three directions; a null side is the packed buffer.
+void run(const Work& work, const uint64_t* src_bases, const uint64_t* dst_bases, uint8_t* wire, int64_t first,
+         int64_t count) {
+  const Segments& segments = work.segments;
+  const int64_t wire_origin = wire_start(segments, work.first);
+  for (int64_t segment = first; segment < first + count; ++segment) {
+    uint8_t* packed = wire ? wire + (wire_start(segments, segment) - wire_origin) : nullptr;
+    for (int64_t r = 0; r < work.num_rows; ++r) {
+      const Row& row = work.rows[r];
+      uint64_t src_entry, dst_entry;
+      const Extent extent = extent_of(row, segments, segment, src_entry, dst_entry);
+      const Place src =
+          src_bases ? src_place(row, src_bases, segments.src_block[segment], src_entry) : packed_place(packed, extent);
+      const Place dst =
+          dst_bases ? dst_place(row, dst_bases, segments.dst_block[segment], dst_entry) : packed_place(packed, extent);
+      copy_strided(src, dst, extent);
+      if (packed) packed += align_wire(extent.bytes());
+    }
+  }
+}
+
+void run_threaded(const Work& work, const uint64_t* src_bases, const uint64_t* dst_bases, uint8_t* wire,
+                  int threads) {
+  const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, work.count));
+  const auto boundary = [&](int64_t part) { return work.first + work.count * part / parts; };
+  std::vector<std::thread> others;
+  others.reserve(static_cast<std::size_t>(parts - 1));
+  int64_t started = 1;
+  try {
+    for (; started < parts; ++started) {
+      const int64_t begin = boundary(started), end = boundary(started + 1);
+      others.emplace_back([=, &work] { run(work, src_bases, dst_bases, wire, begin, end - begin); });
+    }
+  } catch (const std::system_error&) {
+    // The system refused a thread: this one does what is left over.
+    run(work, src_bases, dst_bases, wire, boundary(started), boundary(parts) - boundary(started));
+  }
+  run(work, src_bases, dst_bases, wire, boundary(0), boundary(1) - boundary(0));
+  for (std::thread& other : others) other.join();
+}
+
+}  // namespace
+
+void copy(const Work& work, const uint64_t* src_bases, const uint64_t* dst_bases, int threads) {
+  run_threaded(work, src_bases, dst_bases, nullptr, threads);
+}
+
+void gather(const Work& work, const uint64_t* src_bases, uint8_t* wire, int threads) {
+  run_threaded(work, src_bases, nullptr, wire, threads);
+}
+
+void scatter(const Work& work, const uint8_t* wire, const uint64_t* dst_bases, int threads) {
+  run_threaded(work, nullptr, dst_bases, const_cast<uint8_t*>(wire), threads);
+}
+
+}  // namespace kvxfer::cpu
