@@ -1,0 +1,70 @@
+"""kvxfer moves a request's KV cache from the worker that prefills it to the worker that decodes it.
+
+The public names, each imported at first use: ``import kvxfer`` alone loads nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Cache": "kvxfer.cache",
+    "CacheLayout": "kvxfer.layout",
+    "Connector": "kvxfer.connector",
+    "Fetch": "kvxfer.fetch",
+    "Group": "kvxfer.layout",
+    "GroupKind": "kvxfer.layout",
+    "KvxferError": "kvxfer.errors",
+    "Lease": "kvxfer.lease",
+    "LeaseState": "kvxfer.lease",
+    "Limits": "kvxfer.node",
+    "Padding": "kvxfer.layout",
+    "Plane": "kvxfer.layout",
+    "Record": "kvxfer.layout",
+    "Region": "kvxfer.layout",
+    "Reservation": "kvxfer.send",
+    "Role": "kvxfer.control.messages",
+    "Send": "kvxfer.send",
+    "Slice": "kvxfer.layout",
+    "Ticket": "kvxfer.ticket",
+    "Transfer": "kvxfer.transfer",
+    "TransferState": "kvxfer.transfer",
+    "TransferStats": "kvxfer.transfer",
+    "shared_empty": "kvxfer.backends.segments",
+}
+_SUBMODULES = ("errors", "layout", "plan")
+
+__all__ = ["__version__", *sorted(_HOMES), *_SUBMODULES]
+
+if TYPE_CHECKING:
+    from kvxfer import errors, layout, plan
+    from kvxfer.backends.segments import shared_empty
+    from kvxfer.cache import Cache
+    from kvxfer.connector import Connector
+    from kvxfer.control.messages import Role
+    from kvxfer.errors import KvxferError
+    from kvxfer.fetch import Fetch
+    from kvxfer.layout import CacheLayout, Group, GroupKind, Padding, Plane, Record, Region, Slice
+    from kvxfer.lease import Lease, LeaseState
+    from kvxfer.node import Limits
+    from kvxfer.send import Reservation, Send
+    from kvxfer.ticket import Ticket
+    from kvxfer.transfer import Transfer, TransferState, TransferStats
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    elif name in _SUBMODULES:
+        value = importlib.import_module(f"kvxfer.{name}")
+    else:
+        raise AttributeError(f"module 'kvxfer' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

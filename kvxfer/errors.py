@@ -46,6 +46,10 @@ class BufferTooSmall(InvalidRequest):
     """A staging buffer, a receive buffer or an array cannot hold what was asked for; says the size needed."""
 
 
+class NonFiniteValue(KvxferError, ValueError):
+    """A lossy wire format met NaN or infinity while checking was on; the packed bytes must not be used."""
+
+
 # --- the two sides do not fit -------------------------------------------------------------------------------
 
 
@@ -107,6 +111,18 @@ class BackendError(TransferError):
     """The transport failed; the cause is attached."""
 
 
+class InvalidChunk(TransferError):
+    """A chunk's header contradicts itself, its bytes, or what was expected; says which field."""
+
+
+class UnknownChunkVersion(InvalidChunk):
+    """A chunk of a header version that this library does not read."""
+
+
+class ChecksumMismatch(InvalidChunk):
+    """A chunk's bytes are not those that its sender summed."""
+
+
 # --- a bound was reached ------------------------------------------------------------------------------------
 
 
@@ -120,3 +136,11 @@ class LeaseTableFull(ResourceExhausted):
 
 class SharedMemoryFull(ResourceExhausted):
     """The system has no room for a shared-memory segment."""
+
+
+def rebuild(name: str, reason: str) -> KvxferError:
+    """The error that a peer reported by class name; a class that is not ours becomes a TransferError."""
+    kind = globals().get(name)
+    if not (isinstance(kind, type) and issubclass(kind, KvxferError)):
+        kind = TransferError
+    return kind(f"the peer reports: {reason}")

@@ -1,19 +1,28 @@
 """The one door to csrc: carries out plans on the memory where they lie.
 
-Imports plan and the native module. Every function takes addresses that the caller keeps alive, and releases the
-GIL while bytes move.
+Formats are computed by the best instruction set that the CPU has; the environment variable KVXFER_CPU_ISA
+(portable, avx2 or avx512) forces one. All give the same bytes.
+
+Imports plan, formats and the native module. Every function takes addresses that the caller keeps alive, and
+releases the GIL while bytes move.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
 
 from kvxfer import _native
+from kvxfer.errors import InvalidRequest, NonFiniteValue
+from kvxfer.formats.plan import PackedPart, PackedPlan
+from kvxfer.formats.rows import PACKED_ROW
 from kvxfer.plan import ROW, Chunk, PlanPart, TransferPlan
 
 assert _native.ROW_BYTES == ROW.itemsize, "plan.py and csrc/plan.h disagree; rebuild the extension"
+_packed_bytes = getattr(_native, "PACKED_ROW_BYTES", PACKED_ROW.itemsize)
+assert _packed_bytes == PACKED_ROW.itemsize, "formats/rows.py and csrc/packed_plan.h disagree; rebuild"
 
 load_word = _native.load_word
 store_word = _native.store_word
@@ -45,6 +54,66 @@ class PreparedPlan:
         _native.scatter(part, chunk.first, chunk.count, wire, dst_bases.ctypes.data, threads)
 
 
+class PreparedPackedPlan:
+    """A packed plan whose tables have been handed to the kernels. Keeps the plan alive."""
+
+    def __init__(self, plan: PackedPlan) -> None:
+        self.plan = plan
+        self._raw = None if plan.raw is None else PreparedPlan(plan.raw)
+        self._parts = [_prepare_packed(part) for part in plan.parts]
+
+    def pack(
+        self, chunk: Chunk, src_bases: np.ndarray, wire: int, *, threads: int = 1, check: bool = True
+    ) -> None:
+        """Source blocks to the packed bytes at address `wire`, which has room for ``chunk.wire_bytes``.
+
+        With `check`, NaN or infinity under a lossy codec raises NonFiniteValue when the chunk is packed;
+        without, they saturate (`formats.elements.finite`).
+        """
+        if not self.plan.packs:
+            raise InvalidRequest("this plan was made without the source's block ids and cannot pack")
+        if self._raw is not None:
+            self._raw.gather(chunk, src_bases, wire, threads=threads)
+            return
+        part = self._parts[chunk.part]
+        bad = _native.pack(part, chunk.first, chunk.count, src_bases.ctypes.data, wire, threads)
+        if bad and check:
+            raise NonFiniteValue(
+                f"wire format {self.plan.wire} packs finite values only, and {bad} groups of vectors of this "
+                "chunk hold NaN or infinity; send this cache with wire='raw', or switch the check off to let "
+                "them saturate"
+            )
+
+    def unpack(self, chunk: Chunk, wire: int, dst_bases: np.ndarray, *, threads: int = 1) -> None:
+        """The packed bytes at address `wire` to destination blocks."""
+        if not self.plan.unpacks:
+            raise InvalidRequest("this plan was made without the destination's block ids and cannot unpack")
+        if self._raw is not None:
+            self._raw.scatter(chunk, wire, dst_bases, threads=threads)
+            return
+        part = self._parts[chunk.part]
+        _native.unpack(part, chunk.first, chunk.count, wire, dst_bases.ctypes.data, threads)
+
+    # The names of `PreparedPlan`, so that either can be carried out by the same caller.
+    gather = pack
+    scatter = unpack
+
+
+def _prepare_packed(part: PackedPart) -> _native.PackedPart:
+    segments = part.segments
+    return _native.PackedPart(
+        part.rows.ctypes.data,
+        len(part.rows),
+        segments.src_block.ctypes.data,
+        segments.dst_block.ctypes.data,
+        segments.src_token.ctypes.data,
+        segments.dst_token.ctypes.data,
+        segments.tokens.ctypes.data,
+        part.wire_start.ctypes.data,
+        0,
+    )
+
+
 def _prepare(part: PlanPart) -> _native.Part:
     segments = part.segments
 
@@ -67,3 +136,20 @@ def _prepare(part: PlanPart) -> _native.Part:
 def bases(addresses: Sequence[int]) -> np.ndarray:
     """Region addresses as the kernels take them."""
     return np.array(addresses, np.uint64)
+
+
+def cpu_isa() -> str:
+    """The instruction set that formats are computed with."""
+    return _native.cpu_isa()
+
+
+def choose_cpu_isa(name: str) -> None:
+    """Compute formats with `name` (portable, avx2 or avx512). Raises InvalidRequest where this CPU lacks it."""
+    if not _native.choose_cpu_isa(name):
+        raise InvalidRequest(
+            f"KVXFER_CPU_ISA: expected portable, avx2 or avx512 as far as this CPU has them, got {name!r}"
+        )
+
+
+if os.environ.get("KVXFER_CPU_ISA"):
+    choose_cpu_isa(os.environ["KVXFER_CPU_ISA"])

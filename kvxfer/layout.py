@@ -13,18 +13,15 @@ whatever is decoded from a peer is validated here, in the constructors.
 from __future__ import annotations
 
 import enum
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
-import numpy as np
 
+from kvxfer.coverage import MAX_BLOCKS, check_group, check_record
 from kvxfer.errors import InvalidLayout
 
 MAX_RECORD_BYTES = 64 << 20
-_MAX_ATOMS = 4 << 20  # bounds the memory and time of a coverage check
-MAX_BLOCKS = 2**31 - 1
-_MAX_ADDRESS = 2**62
 
 
 class GroupKind(enum.Enum):
@@ -58,6 +55,7 @@ class Plane(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     head_start: int = 0
     total_heads: int = 0  # 0: equal to `heads`
     tokens_per_entry: int = 1
+    tiled: bool = False  # an unfinished last entry holds data (a tile of tokens), unlike one of a compressed cache
 
     def __post_init__(self) -> None:
         sizes = (self.entries, self.unit_bytes, self.heads, self.channels, self.tokens_per_entry)
@@ -79,9 +77,14 @@ class Plane(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.total_heads or self.heads
 
     @property
+    def entry_bytes(self) -> int:
+        """Bytes of data in one entry, over the heads that this plane holds."""
+        return self.heads * self.channels * self.unit_bytes
+
+    @property
     def nbytes(self) -> int:
         """Bytes of data, without the gaps between them."""
-        return self.entries * self.heads * self.channels * self.unit_bytes
+        return self.entries * self.entry_bytes
 
     @property
     def end(self) -> int:
@@ -123,47 +126,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if len(set(names)) != len(names):
             raise InvalidLayout(f"record {self.tag!r}: plane names must be unique, got {names}")
         if self.planes:
-            self._check_coverage()
-
-    def _check_coverage(self) -> None:
-        for plane in self.planes:
-            if plane.end > self.nbytes:
-                raise InvalidLayout(
-                    f"record {self.tag!r}: plane {plane.name!r} ends at byte {plane.end} of a slice of {self.nbytes}"
-                )
-        for padding in self.padding:
-            if padding.offset < 0 or padding.nbytes < 0 or padding.offset + padding.nbytes > self.nbytes:
-                raise InvalidLayout(f"record {self.tag!r}: padding {padding} does not lie in {self.nbytes} bytes")
-        atom = self._atom_bytes()
-        if sum(plane.nbytes for plane in self.planes) > self.nbytes or self.nbytes // atom > _MAX_ATOMS:
-            raise InvalidLayout(f"record {self.tag!r}: planes overlap, or are too finely interleaved to check")
-        claims = np.zeros(self.nbytes // atom, np.uint8)
-        for plane in self.planes:
-            np.add.at(claims, _plane_atoms(plane, atom), 1)
-        for padding in self.padding:
-            claims[padding.offset // atom : (padding.offset + padding.nbytes) // atom] += 1
-        if claims.max() > 1:
-            raise InvalidLayout(
-                f"record {self.tag!r}: bytes {_ranges(claims > 1, atom)} of the slice are claimed more than once; "
-                "planes and padding must not overlap"
-            )
-        if claims.min() == 0:
-            raise InvalidLayout(
-                f"record {self.tag!r}: nobody claims bytes {_ranges(claims == 0, atom)} of the slice; add a plane, "
-                "or name them as padding"
-            )
-
-    def _atom_bytes(self) -> int:
-        """The largest unit that divides every offset, stride and size, so that claims need not be counted by byte."""
-        sizes = [self.nbytes]
-        for plane in self.planes:
-            sizes += [plane.offset, plane.unit_bytes]
-            sizes += [plane.entry_stride] if plane.entries > 1 else []
-            sizes += [plane.head_stride] if plane.heads > 1 else []
-            sizes += [plane.channel_stride] if plane.channels > 1 else []
-        for padding in self.padding:
-            sizes += [padding.offset, padding.nbytes]
-        return math.gcd(*sizes)
+            check_record(self)
 
 
 class Region(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -190,6 +153,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `block_tokens` tokens lie in a block (for a ring its capacity; 0 for state). `window` is the sliding window in
     tokens. `padding` names bytes of a block (offsets from the group's first slice) that no slice claims.
+    `compression_ratio` marks the state of a compressor: it carries something only while an entry of that many tokens
+    is unfinished, so a prompt whose length it divides needs none of it (0: always needed).
     """
 
     name: str
@@ -199,6 +164,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kind: GroupKind = GroupKind.FULL
     window: int = 0
     padding: tuple[Padding, ...] = ()
+    compression_ratio: int = 0
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -214,6 +180,25 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def first_needed_token(self, tokens: int) -> int:
         """The first token whose entry a decoder needs for the token after `tokens`."""
         return max(0, tokens - self.window) if self.kind is GroupKind.SLIDING else 0
+
+    def needed(self, tokens: int) -> bool:
+        """Whether a decoder that goes on after `tokens` tokens needs anything of this group."""
+        return tokens > 0 and not (self.compression_ratio and tokens % self.compression_ratio == 0)
+
+    def blocks_to_move(self, tokens: int) -> int:
+        """How many blocks, counted from the last, a prompt of `tokens` tokens has to bring along.
+
+        All of a full group, ``ceil(window / block_tokens) + 1`` of a sliding one (a window need not start where a
+        block does), one of a ring or state, none where `needed` is false.
+        """
+        if not self.needed(tokens):
+            return 0
+        return min(self.blocks_for(tokens), self.tail_blocks)
+
+    @property
+    def tail_blocks(self) -> int:
+        """The most blocks that any prompt has to bring along; MAX_BLOCKS where that grows with the prompt."""
+        return -(-self.window // self.block_tokens) + 1 if self.kind is GroupKind.SLIDING else MAX_BLOCKS
 
 
 class CacheLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -241,7 +226,7 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         regions = {region.name: region for region in self.regions}
         records = {record.tag: record for record in self.records}
         for group in self.groups:
-            _check_group(group, regions, records)
+            check_group(group, regions, records)
 
     def group(self, name: str) -> Group:
         """The group called `name`; KeyError when there is none."""
@@ -312,6 +297,13 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             fingerprint=dict(fingerprint or {}),
         )
 
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Any], **kwargs: Any) -> CacheLayout:
+        """The layout of what an engine registers, a mapping from layer name to array; see ``kvxfer.tensors``."""
+        from kvxfer.tensors import layout_from_tensors
+
+        return layout_from_tensors(tensors, **kwargs)
+
 
 DTYPE_BYTES = {
     "float32": 4,
@@ -361,126 +353,6 @@ def attention_record(
     )
     tag = f"kv.{dtype}.{order.lower()}.{block_tokens}x{kv_heads}x{head_dim}"
     return Record(tag=tag, nbytes=2 * half, planes=planes)
-
-
-def _plane_atoms(plane: Plane, atom: int) -> np.ndarray:
-    """Indices of every `atom` bytes of a plane, as one flat int64 array."""
-    entry, head, channel, unit = np.ogrid[
-        : plane.entries, : plane.heads, : plane.channels, : plane.unit_bytes // atom
-    ]
-    offsets = plane.offset + entry * plane.entry_stride + head * plane.head_stride + channel * plane.channel_stride
-    return (offsets // atom + unit).ravel()
-
-
-def _ranges(mask: np.ndarray, scale: int, limit: int = 4) -> str:
-    """The runs of a boolean mask whose elements stand for `scale` bytes, as '0..16, 48..64'."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(np.int8), [0])))) * scale
-    runs = [f"{a}..{b}" for a, b in edges.reshape(-1, 2)[:limit].tolist()]
-    more = len(edges) // 2 - len(runs)
-    return ", ".join(runs) + (f" and {more} more" if more else "")
-
-
-def _check_group(group: Group, regions: Mapping[str, Region], records: Mapping[str, Record]) -> None:
-    where = f"group {group.name!r}"
-    if not 1 <= group.num_blocks <= MAX_BLOCKS:
-        raise InvalidLayout(f"{where}: num_blocks must be 1 to {MAX_BLOCKS}, got {group.num_blocks}")
-    if not group.slices:
-        raise InvalidLayout(f"{where} has no slices")
-    if group.kind is GroupKind.STATE:
-        if group.block_tokens != 0:
-            raise InvalidLayout(f"{where}: state has no tokens; block_tokens must be 0, got {group.block_tokens}")
-    elif group.block_tokens < 1:
-        raise InvalidLayout(f"{where}: block_tokens must be 1 or more, got {group.block_tokens}")
-    if (group.kind is GroupKind.SLIDING) != (group.window > 0):
-        raise InvalidLayout(f"{where}: a window belongs to a sliding group and to no other, got {group.window}")
-    for piece in group.slices:
-        if piece.region not in regions:
-            raise InvalidLayout(f"{where}: layer {piece.layer!r} lies in region {piece.region!r}, which is not there")
-        if piece.record not in records:
-            raise InvalidLayout(f"{where}: layer {piece.layer!r} has record {piece.record!r}, which is not there")
-        if not (0 <= piece.offset < _MAX_ADDRESS and 0 < piece.block_stride < _MAX_ADDRESS):
-            raise InvalidLayout(f"{where}: layer {piece.layer!r}: offset and block_stride are out of range")
-        record = records[piece.record]
-        if record.nbytes > piece.block_stride:
-            raise InvalidLayout(
-                f"{where}: layer {piece.layer!r}: a slice of {record.nbytes} bytes does not fit a block stride of "
-                f"{piece.block_stride}"
-            )
-        end = piece.offset + (group.num_blocks - 1) * piece.block_stride + record.nbytes
-        if end > regions[piece.region].nbytes:
-            raise InvalidLayout(
-                f"{where}: layer {piece.layer!r} ends at byte {end} of region {piece.region!r}, which has "
-                f"{regions[piece.region].nbytes}"
-            )
-        for plane in record.planes:
-            expected = math.ceil(group.block_tokens / plane.tokens_per_entry) if group.block_tokens else 1
-            if plane.entries != expected or (group.block_tokens % plane.tokens_per_entry):
-                raise InvalidLayout(
-                    f"{where}: layer {piece.layer!r}: plane {plane.name!r} has {plane.entries} entries of "
-                    f"{plane.tokens_per_entry} tokens in a block of {group.block_tokens} tokens"
-                )
-    _check_block_coverage(group, records)
-
-
-def _check_block_coverage(group: Group, records: Mapping[str, Record]) -> None:
-    """No two slices share a byte of a block, and every byte between them is claimed or named."""
-    for region, stride, slab in _slabs(group):
-        base = slab[0].offset
-        spans = [(piece.offset - base, records[piece.record].nbytes, piece.layer) for piece in slab]
-        if region == group.slices[0].region and base == group.slices[0].offset:
-            spans += [(padding.offset, padding.nbytes, padding.name) for padding in group.padding]
-        position = 0
-        for offset, nbytes, name in sorted(spans):
-            if offset < position:
-                raise InvalidLayout(
-                    f"group {group.name!r}: bytes {offset}..{min(position, offset + nbytes)} of a block in region "
-                    f"{region!r} are claimed twice, the second time by {name!r}"
-                )
-            if offset > position:
-                raise InvalidLayout(_unclaimed(group, region, position, offset))
-            position = offset + nbytes
-        if position > stride:
-            raise InvalidLayout(
-                f"group {group.name!r}: the slices of a block in region {region!r} end at byte {position} of a block "
-                f"stride of {stride}"
-            )
-        if position < stride:
-            raise InvalidLayout(_unclaimed(group, region, position, stride))
-
-
-def _unclaimed(group: Group, region: str, first: int, last: int) -> str:
-    return (
-        f"group {group.name!r}: nobody claims bytes {first}..{last} of a block in region {region!r}; add a slice, or "
-        "name them in the group's padding"
-    )
-
-
-def _slabs(group: Group) -> Iterator[tuple[str, int, list[Slice]]]:
-    """Slices whose blocks interleave: same region and stride, and offsets within one stride of the first."""
-    by_region: dict[str, list[Slice]] = {}
-    for piece in group.slices:
-        by_region.setdefault(piece.region, []).append(piece)
-    for region, slices in by_region.items():
-        slab: list[Slice] = []
-        for piece in sorted(slices, key=lambda s: s.offset):
-            if slab and piece.offset < slab[0].offset + slab[0].block_stride:
-                if piece.block_stride != slab[0].block_stride:
-                    raise InvalidLayout(
-                        f"group {group.name!r}: layers {slab[0].layer!r} and {piece.layer!r} interleave in region "
-                        f"{region!r} with unequal block strides"
-                    )
-                slab.append(piece)
-                continue
-            if slab:
-                yield region, slab[0].block_stride, slab
-                end = slab[0].offset + group.num_blocks * slab[0].block_stride
-                if piece.offset < end:
-                    raise InvalidLayout(
-                        f"group {group.name!r}: layer {piece.layer!r} starts at byte {piece.offset} of region "
-                        f"{region!r}, inside the blocks of layer {slab[0].layer!r}, which end at {end}"
-                    )
-            slab = [piece]
-        yield region, slab[0].block_stride, slab
 
 
 def fingerprint_differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:

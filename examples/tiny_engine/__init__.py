@@ -1,0 +1,1 @@
+"""A small LLM engine with a paged KV cache, written to show how an engine uses kvxfer."""

@@ -1,0 +1,124 @@
+"""The front: starts a prefill and a decode process and leads each request through both."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import secrets
+from collections import deque
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+
+from . import decode_worker, prefill_worker
+from .messages import (
+    Channel,
+    ChannelClosed,
+    Decoded,
+    DecodeRequest,
+    Failed,
+    Message,
+    Prefilled,
+    PrefillRequest,
+)
+
+STOP_TIMEOUT_S = 10.0
+
+
+class WorkerDied(Exception):
+    """A worker process ended while requests were waiting for it."""
+
+
+class Front:
+    """A prefill and a decode process, for as long as the `with` block lasts."""
+
+    def __init__(self) -> None:
+        # Whoever holds the secret can read the cache: it is made for these two and goes to no one else.
+        secret = secrets.token_bytes(32)
+        self._prefill = WorkerProcess("prefill", prefill_worker.run, secret)
+        self._decode = WorkerProcess("decode", decode_worker.run, secret)
+        self._request_numbers = itertools.count()
+
+    def __enter__(self) -> Front:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[Decoded | Failed]:
+        """Answer prompts, given and returned in order; each answer has at most `max_tokens` tokens.
+
+        The prefill worker has one prompt at a time; the decode worker generates for all that have arrived.
+        Raises `WorkerDied`.
+        """
+        requests = [
+            PrefillRequest(request_id=f"request-{next(self._request_numbers)}", prompt=prompt)
+            for prompt in prompts
+        ]
+        ended: dict[str, Decoded | Failed] = {}
+        to_prefill = deque(requests)
+        self._prefill_next(to_prefill)
+        while len(ended) < len(requests):
+            for worker in wait([self._prefill, self._decode]):
+                message = worker.receive()
+                if worker is self._prefill:
+                    self._prefill_next(to_prefill)
+                if isinstance(message, Prefilled):
+                    self._decode.send(DecodeRequest(prefilled=message, max_tokens=max_tokens))
+                else:
+                    ended[message.request_id] = message
+        return [ended[request.request_id] for request in requests]
+
+    def close(self) -> None:
+        """Stop both processes."""
+        self._prefill.stop()
+        self._decode.stop()
+
+    def _prefill_next(self, requests: deque[PrefillRequest]) -> None:
+        if requests:
+            self._prefill.send(requests.popleft())
+
+
+class WorkerProcess:
+    """A worker in a fresh process, and the front's end of the channel to it."""
+
+    def __init__(self, name: str, run: Callable[[Connection, bytes], None], secret: bytes) -> None:
+        """`run(connection, secret)` serves its end of the pipe until this end is closed."""
+        context = multiprocessing.get_context("spawn")
+        connection, worker_connection = context.Pipe()
+        self._process = context.Process(name=name, target=run, args=(worker_connection, secret))
+        self._process.start()
+        worker_connection.close()
+        self._channel = Channel(connection)
+
+    def send(self, message: Message) -> None:
+        """Send the worker one message."""
+        try:
+            self._channel.send(message)
+        except ChannelClosed as error:
+            raise self._died() from error
+
+    def receive(self) -> Message:
+        """Wait for one message of the worker."""
+        try:
+            return self._channel.receive()
+        except ChannelClosed as error:
+            raise self._died() from error
+
+    def fileno(self) -> int:
+        """The file descriptor that becomes readable when `receive` would return or raise."""
+        return self._channel.fileno()
+
+    def stop(self) -> None:
+        """Let the worker end by itself; kill it when it does not."""
+        self._channel.close()
+        self._process.join(STOP_TIMEOUT_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _died(self) -> WorkerDied:
+        self._process.join(STOP_TIMEOUT_S)
+        return WorkerDied(
+            f"expected an answer of the {self._process.name} worker, saw it end with exit code "
+            f"{self._process.exitcode}: its own output says why"
+        )

@@ -1,0 +1,132 @@
+"""What a backend is: it registers memory, lets a peer reach it, moves bytes, and says when that is done.
+
+A `Backend` is one process's side. `Backend.connect` gives a `Link` to one peer, and a link opens the peer's exported
+regions as `RemoteRegion`. A mapped remote region has an address in this process and kernels use it like any other
+memory; an unmapped one is reached with `Link.post`.
+
+Imports NumPy and errors, nothing else of kvxfer. Backends of other packages come in through the entry-point group
+``kvxfer.backends`` and must pass ``tests/backends``.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+class Direction(enum.Enum):
+    """Which way bytes go, seen from this process."""
+
+    READ = "read"  # remote to local
+    WRITE = "write"  # local to remote
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a backend can do, before any peer is known."""
+
+    mapped: bool  # can give a peer's memory an address here
+    one_sided: bool  # can read and write a peer's memory without its help
+    cross_host: bool
+    devices: frozenset[str] = field(default_factory=lambda: frozenset({"cpu"}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registration:
+    """Memory that this process has made reachable. `handle` is what a peer needs to open it."""
+
+    address: int
+    nbytes: int
+    handle: bytes
+    keep_alive: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteRegion:
+    """A peer's registered memory as seen through a link.
+
+    `mapped_address` is its address in this process, or None. `remote_address` is its address in the peer's own
+    address space, which is what runs handed to `Link.post` count in. `mapping` keeps the memory mapped: whoever uses
+    the address holds on to the region.
+    """
+
+    nbytes: int
+    mapped_address: int | None
+    remote_address: int
+    mapping: Any = None
+
+
+class Operation(abc.ABC):
+    """Bytes under way. Buffers on either side stay untouched until `poll` has returned True or raised."""
+
+    @abc.abstractmethod
+    def poll(self) -> bool:
+        """Whether the last byte has moved; raises BackendError or PeerGone when the operation failed."""
+
+
+class Link(abc.ABC):
+    """One peer, through one backend."""
+
+    one_sided: bool  # whether `post` works with this peer: found out by trying when the link was made
+    why_not_one_sided: str = ""
+
+    @abc.abstractmethod
+    def open(self, handle: bytes, nbytes: int) -> RemoteRegion:
+        """Open memory that the peer has registered. The handle is hostile until checked.
+
+        Raises BackendError when it is not valid, cannot be reached, or is smaller than `nbytes`.
+        """
+
+    @abc.abstractmethod
+    def post(self, direction: Direction, runs: np.ndarray) -> Operation:
+        """Start moving runs: uint64 ``[n, 3]`` of local address, remote address, bytes.
+
+        Addresses are trusted: the plan has been checked against the regions. May move the bytes before it returns;
+        releases the GIL while it does. Raises PeerGone or BackendError.
+        """
+
+    @abc.abstractmethod
+    def alive(self) -> bool | None:
+        """Whether the peer's process exists: True and False are certain, None means that this backend cannot tell."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Let go of the peer; idempotent. Mappings end when their last user lets go."""
+
+
+class Backend(abc.ABC):
+    """One process's side of a transport."""
+
+    name: str
+    capabilities: Capabilities
+
+    @abc.abstractmethod
+    def register(self, address: int, nbytes: int) -> Registration:
+        """Make ``[address, address + nbytes)`` reachable. The caller keeps the memory alive until `deregister`."""
+
+    @abc.abstractmethod
+    def deregister(self, registration: Registration) -> None:
+        """Withdraw a registration; idempotent."""
+
+    @abc.abstractmethod
+    def allocate(self, nbytes: int) -> Registration:
+        """New zeroed memory, registered in the best way that this backend has. Freed by `deregister`.
+
+        Used for lease tables and staging. Raises SharedMemoryFull or ResourceExhausted.
+        """
+
+    @abc.abstractmethod
+    def hello(self) -> bytes:
+        """What a peer must know to `connect` to this process; sent in the handshake."""
+
+    @abc.abstractmethod
+    def connect(self, hello: bytes) -> Link:
+        """A link to the process that sent `hello`. Raises BackendError with the reason when there is none."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Free everything that `allocate` gave and every registration; idempotent."""

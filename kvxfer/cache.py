@@ -1,0 +1,397 @@
+"""A registered paged cache: publish and fetch, reserve and send.
+
+Imports node, fetch, send, packed and plan; made by `Connector.register`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kvxfer import kernels
+from kvxfer import ticket as tickets
+from kvxfer.arrays import Span, span_of
+from kvxfer.control.messages import Claim, Credit, Ended, Message, Pull, RegionHandles, Role, Stop
+from kvxfer.errors import (
+    BufferTooSmall,
+    Cancelled,
+    InvalidBlocks,
+    InvalidLayout,
+    InvalidRequest,
+    InvalidTicket,
+    KvxferError,
+    LeaseExpired,
+    PeerGone,
+    UnknownWireFormat,
+)
+from kvxfer.fetch import Fetch
+from kvxfer.kernels import PreparedPlan
+from kvxfer.layout import CacheLayout
+from kvxfer.lease import Lease
+from kvxfer.node import Node
+from kvxfer.packed import PackedSource
+from kvxfer.plan import BlockLists, check_blocks, join
+from kvxfer.remote import Peer
+from kvxfer.send import Reservation, Send, stand_ins
+from kvxfer.ticket import Record, Ticket
+
+WIRE_FORMATS = ("raw",)
+_MAX_REMEMBERED = 65536
+_MAX_REQUEST_ID = 256
+
+AnyTicket = Ticket | bytes | Mapping[str, str]
+
+
+class Cache:
+    """One paged cache of this process, as peers see it.
+
+    All methods may be called from any thread. The arrays must stay where they are until the connector is closed; the
+    cache holds references to them.
+    """
+
+    def __init__(self, node: Node, name: str, arrays: Mapping[str, Any] | None, layout: CacheLayout) -> None:
+        self.name = name
+        self._node = node
+        self._spans = _spans(arrays, layout)
+        self.layout = layout.bind({region: span.address for region, span in self._spans.items()})
+        self.bases = kernels.bases([region.address for region in self.layout.regions])
+        self.fingerprint = tickets.fingerprint_digest(layout.fingerprint)
+        self._used: OrderedDict[bytes, None] = OrderedDict()
+        registrations = [
+            {backend.name: backend.register(region.address, region.nbytes) for backend in node.backends.values()}
+            for region in self.layout.regions
+        ]
+        self.handles = tuple(
+            RegionHandles(nbytes=region.nbytes, handles={name: r.handle for name, r in by_backend.items()})
+            for region, by_backend in zip(self.layout.regions, registrations, strict=True)
+        )
+        _ = node.table  # allocated now, so that a full /dev/shm is seen here
+
+    # --- publish and fetch ----------------------------------------------------------------------------------
+
+    def publish(
+        self,
+        blocks: BlockLists,
+        *,
+        tokens: int,
+        ttl_s: float = 30.0,
+        request_id: str = "",
+        ticket: AnyTicket | None = None,
+    ) -> Lease:
+        """Promise to keep blocks as they are for `ttl_s` seconds, and get a ticket with which a peer may fetch them.
+
+        `blocks` maps each group to its block ids, right-aligned: the last id is the block of the last token. Full groups
+        list every block of the prompt, sliding groups at least those under the window. The blocks belong to the lease
+        until ``lease.released`` is set.
+
+        With `ticket` the lease is published under a ticket that another process of this engine has issued for the same
+        block lists (`Connector.issue`); its `ttl_s` counts from now, too.
+
+        Raises UnknownGroup, InvalidBlocks, InvalidRequest, InvalidTicket, LeaseTableFull, Closed.
+        """
+        node = self._node
+        node.check_open()
+        _check_ttl(ttl_s, node.limits.max_ttl_s)
+        lists = check_blocks(self.layout, blocks, tokens=tokens, role="source")
+        record = Record.of(tokens, lists).encode()
+        if ticket is None:
+            signed = self._sign(Role.FETCH, record, tokens, ttl_s, request_id)
+        else:
+            signed = self._own_ticket(ticket, Role.FETCH, record)
+        try:
+            node.table.publish(signed.slot, signed.lease, record)
+        except KvxferError:
+            node.numbers.give_back(signed.slot, signed.lease)
+            raise
+        lease = Lease(signed, lists, time.monotonic() + ttl_s, node.end_lease)
+        node.keep_lease(lease)
+        return lease
+
+    def fetch(
+        self, ticket: AnyTicket, *, into: BlockLists, wire: str = "raw", timeout_s: float = 30.0
+    ) -> Fetch:
+        """Start reading leased blocks into this cache's blocks; returns at once.
+
+        `into` maps each group to destination block ids, right-aligned: a list that is shorter than the prompt fetches
+        the suffix that it covers (an empty one nothing), for what is cached here already. The destination blocks belong
+        to the transfer until it is done; what fails leaves them undefined. A ticket is good for one fetch that
+        succeeds; the lease is then released.
+
+        Raises InvalidTicket, UnknownGroup, InvalidBlocks, UnknownWireFormat, InvalidRequest, Closed at once, with
+        nothing written. Everything else is raised by the transfer: LeaseExpired, PeerGone, DeadlineExceeded,
+        FingerprintMismatch, LayoutMismatch, BackendError, Cancelled.
+        """
+        node = self._node
+        node.check_open()
+        _check_wire(wire)
+        parsed = tickets.parse(ticket, node.secret)
+        if parsed.role is not Role.FETCH:
+            raise InvalidTicket("this ticket is for sending into a reservation; fetch wants one from publish()")
+        lists = check_blocks(self.layout, into, tokens=parsed.tokens, role="destination")
+        self._check_writable()
+        fetch = Fetch(node, self, parsed, lists, wire=wire, timeout_s=timeout_s)
+        self._use(parsed, fetch)
+        node.track(fetch)
+        fetch.start()
+        return fetch
+
+    # --- reserve and send -----------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        blocks: BlockLists,
+        *,
+        tokens: int,
+        ttl_s: float = 30.0,
+        request_id: str = "",
+        ticket: AnyTicket | None = None,
+    ) -> Reservation:
+        """Lend blocks to a sender, and get a ticket with which a peer may fill them.
+
+        `blocks` are destination lists as in `fetch`. They belong to the sender until the reservation is done; see
+        `Reservation`. `ticket` as in `publish`.
+
+        Raises UnknownGroup, InvalidBlocks, InvalidRequest, InvalidTicket, LeaseTableFull, Closed.
+        """
+        node = self._node
+        node.check_open()
+        _check_ttl(ttl_s, node.limits.max_ttl_s)
+        lists = check_blocks(self.layout, blocks, tokens=tokens, role="destination")
+        self._check_writable()
+        record = Record.of(tokens, lists).encode()
+        if ticket is None:
+            signed = self._sign(Role.SEND, record, tokens, ttl_s, request_id)
+        else:
+            signed = self._own_ticket(ticket, Role.SEND, record)
+        try:
+            node.table.publish(signed.slot, signed.lease, record)
+        except KvxferError:
+            node.numbers.give_back(signed.slot, signed.lease)
+            raise
+        reservation = Reservation(node, self, signed, lists)
+        node.reservations[signed.slot] = reservation
+        reservation.on_end(lambda: self._end_reservation(reservation))
+        node.track(reservation)
+        reservation.arm()
+        return reservation
+
+    def send(
+        self,
+        ticket: AnyTicket,
+        blocks: BlockLists,
+        *,
+        layerwise: bool = False,
+        wire: str = "raw",
+        timeout_s: float = 30.0,
+    ) -> Send:
+        """Start writing this cache's blocks into a peer's reservation; returns at once.
+
+        `blocks` are source lists as in `publish`, for the ticket's token count; they must stay as they are until the
+        transfer is done. With `layerwise` each layer moves after `Send.layer_ready`.
+
+        Raises like `fetch`.
+        """
+        node = self._node
+        node.check_open()
+        _check_wire(wire)
+        parsed = tickets.parse(ticket, node.secret)
+        if parsed.role is not Role.SEND:
+            raise InvalidTicket("this ticket is for fetching a lease; send wants one from reserve()")
+        lists = check_blocks(self.layout, blocks, tokens=parsed.tokens, role="source")
+        send = Send(node, self, parsed, lists, layerwise=layerwise, wire=wire, timeout_s=timeout_s)
+        self._use(parsed, send)
+        node.track(send)
+        send.start()
+        return send
+
+    # --- what peers ask (progress thread) -------------------------------------------------------------------
+
+    def serve_pull(self, peer: Peer, pull: Pull) -> None:
+        """Pack leased blocks into the staging that a peer lends. Raises what the peer is refused for."""
+        node = self._node
+        lease = node.leases.get(pull.slot)
+        if lease is None or lease.ticket.lease != pull.lease:
+            raise LeaseExpired("the lease has ended; fetch earlier, or publish with more ttl_s")
+        remote = peer.caches.get(pull.into_cache)
+        if remote is None:
+            raise InvalidTicket(f"{peer.identity.name} has no cache {pull.into_cache!r}")
+        _check_wire(pull.offer.wire)
+        src_lists = lease.lists
+        dst_lists = stand_ins(remote, pull.blocks, lease.ticket.tokens)
+        joined = join([self.layout], remote.layout)[0]
+        plan = PreparedPlan(joined.plan_checked(src_lists, dst_lists, tokens=lease.ticket.tokens))
+        _Serve(node, peer, pull, plan, self.bases, peer.open_region(pull.offer.staging)).start()
+
+    def serve_claim(self, peer: Peer, claim: Claim) -> None:
+        """Let a peer write into a reservation. Raises what the peer is refused for."""
+        reservation = self._node.reservations.get(claim.slot)
+        if reservation is None or reservation.ticket.lease != claim.lease or reservation.cache is not self:
+            raise LeaseExpired("the reservation has ended; send earlier, or reserve with more ttl_s")
+        reservation.claim(peer, claim)
+
+    # --- small parts ----------------------------------------------------------------------------------------
+
+    def _sign(self, role: Role, record: bytes, tokens: int, ttl_s: float, request_id: str) -> Ticket:
+        return sign_ticket(
+            self._node,
+            role=role,
+            cache=self.name,
+            record=record,
+            tokens=tokens,
+            ttl_s=ttl_s,
+            request_id=request_id,
+            fingerprint=self.fingerprint,
+        )
+
+    def _own_ticket(self, ticket: AnyTicket, role: Role, record: bytes) -> Ticket:
+        """A ticket that another process of this engine has issued for this record."""
+        parsed = tickets.parse(ticket, self._node.secret)
+        identity = self._node.identity
+        for what, ours, theirs in (
+            ("engine", identity.engine, parsed.engine),
+            ("engine generation", identity.generation, parsed.generation),
+            ("role", role, parsed.role),
+            ("cache", self.name, parsed.cache),
+            ("fingerprint", self.fingerprint.hex(), parsed.fingerprint.hex()),
+        ):
+            if ours != theirs:
+                raise InvalidTicket(f"the ticket is for {what} {theirs!r}, this cache is of {ours!r}")
+        if tickets.digest(record) != parsed.digest:
+            raise InvalidBlocks("the block lists or the token count are not those that the ticket was issued for")
+        return parsed
+
+    def _use(self, ticket: Ticket, transfer: Fetch | Send) -> None:
+        """Remember that a ticket is in use; a transfer that fails gives it back."""
+        key = ticket.encoded[1:33]  # its signature
+        if key in self._used:
+            raise InvalidTicket(f"the ticket of request {ticket.request_id!r} was used here before")
+        self._used[key] = None
+        while len(self._used) > _MAX_REMEMBERED:
+            self._used.popitem(last=False)
+        transfer.on_end(lambda: self._used.pop(key, None) if transfer.error else None)
+
+    def _end_reservation(self, reservation: Reservation) -> None:
+        ticket = reservation.ticket
+        self._node.table.end(ticket.slot, ticket.lease)
+        self._node.reservations.pop(ticket.slot, None)
+        self._node.numbers.give_back(ticket.slot, ticket.lease)
+
+    def _check_writable(self) -> None:
+        for name, span in self._spans.items():
+            if not span.writable:
+                raise InvalidRequest(f"region {name!r} is read-only; blocks cannot be written into it")
+
+
+class _Serve:
+    """A pull being served: the publisher's side of a packed leg. Progress thread only."""
+
+    def __init__(self, node: Node, peer: Peer, pull: Pull, plan: PreparedPlan, bases: np.ndarray, staging) -> None:
+        self._node, self._peer, self._pull = node, peer, pull
+        self._source = PackedSource(
+            progress=node.progress,
+            pool=node.pool,
+            peer=peer,
+            transfer=pull.transfer,
+            stages=[plan],
+            src_bases=bases,
+            staging=staging,
+            offer=pull.offer,
+            threads=node.limits.copy_threads,
+            written=self._written,
+        )
+
+    def start(self) -> None:
+        self._peer.conversations[self._pull.transfer] = self
+        self._source.queue_stage(0)
+
+    def handle(self, message: Message) -> None:
+        try:
+            if isinstance(message, Credit):
+                self._source.credit(message.slot)
+            elif isinstance(message, Stop):
+                self._source.stop(Cancelled("the fetching side stopped"))
+        except KvxferError as error:
+            self._source.stop(error)
+
+    def peer_gone(self, reason: PeerGone) -> None:
+        self._source.stop(reason)
+
+    def _written(self, error: KvxferError | None) -> None:
+        name, reason = (type(error).__name__, str(error)) if error else ("", "")
+        self._peer.session.send(Ended(transfer=self._pull.transfer, error=name, reason=reason))
+        self._peer.conversations.pop(self._pull.transfer, None)
+
+
+def sign_ticket(
+    node: Node,
+    *,
+    role: Role,
+    cache: str,
+    record: bytes,
+    tokens: int,
+    ttl_s: float,
+    request_id: str,
+    fingerprint: bytes,
+) -> Ticket:
+    """A ticket under a new lease slot and number of this process. Raises LeaseTableFull, InvalidRequest."""
+    if not isinstance(request_id, str) or len(request_id.encode()) > _MAX_REQUEST_ID:
+        raise InvalidRequest(f"request_id must be a str of at most {_MAX_REQUEST_ID} bytes, got {request_id!r:.80}")
+    slot, lease = node.numbers.take()
+    try:
+        return tickets.sign(
+            node.secret,
+            role=role,
+            engine=node.identity.engine,
+            generation=node.identity.generation,
+            endpoint=node.identity.endpoint,
+            cache=cache,
+            slot=slot,
+            lease=lease,
+            request_id=request_id,
+            tokens=int(tokens),
+            ttl_s=float(ttl_s),
+            record_bytes=len(record),
+            digest=tickets.digest(record),
+            fingerprint=fingerprint,
+        )
+    except KvxferError:
+        node.numbers.give_back(slot, lease)
+        raise
+
+
+def _spans(arrays: Mapping[str, Any] | None, layout: CacheLayout) -> dict[str, Span]:
+    if arrays is None:
+        for region in layout.regions:
+            if not region.address:
+                raise InvalidLayout(f"region {region.name!r} has no address; pass arrays, or bind() the layout")
+        return {
+            r.name: Span(address=r.address, nbytes=r.nbytes, device=r.device, writable=True, keep_alive=None)
+            for r in layout.regions
+        }
+    names = {region.name for region in layout.regions}
+    if arrays.keys() != names:
+        raise InvalidLayout(
+            f"the layout's regions are {sorted(names)[:8]}, the arrays are called {sorted(arrays.keys())[:8]}"
+        )
+    spans = {region.name: span_of(region.name, arrays[region.name]) for region in layout.regions}
+    for region in layout.regions:
+        span = spans[region.name]
+        if span.nbytes < region.nbytes:
+            raise BufferTooSmall(f"region {region.name!r}: the layout needs {region.nbytes} bytes, got {span.nbytes}")
+        if span.device != region.device:
+            raise InvalidLayout(f"region {region.name!r}: layout says device {region.device!r}, it is on {span.device!r}")
+    return spans
+
+
+def _check_ttl(ttl_s: float, limit: float) -> None:
+    if not 0 < ttl_s <= limit:
+        raise InvalidRequest(f"ttl_s must be over 0 and at most {limit:g} (max_ttl_s), got {ttl_s!r}")
+
+
+def _check_wire(wire: str) -> None:
+    if wire not in WIRE_FORMATS:
+        raise UnknownWireFormat(f"unknown wire format {wire!r}; known are {', '.join(WIRE_FORMATS)}")

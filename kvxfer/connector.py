@@ -1,0 +1,293 @@
+"""`Connector`: this process's side of every transfer.
+
+Imports node and cache; the backends come from the entry-point group ``kvxfer.backends``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+import secrets
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvxfer import ticket as tickets
+from kvxfer.backends.base import Backend
+from kvxfer.cache import AnyTicket, Cache, sign_ticket
+from kvxfer.control import auth
+from kvxfer.control.messages import Identity, Renew, Role
+from kvxfer.errors import BackendError, InvalidRequest, KvxferError, NoCommonBackend
+from kvxfer.fetch import release
+from kvxfer.layout import CacheLayout
+from kvxfer.metrics import Metrics
+from kvxfer.node import Limits, Node
+from kvxfer.plan import BlockLists, check_blocks
+from kvxfer.ticket import Record, Ticket
+
+_log = logging.getLogger(__name__)
+
+WAYS = ("mapped", "direct", "packed")
+PREFERENCE = ("cuda_ipc", "shm", "nixl", "nccl")  # of the backends that both ends have
+
+
+class Connector:
+    """Publishes this process's caches to peers and fetches from theirs.
+
+    ```python
+    with kvxfer.Connector("prefill-0", listen="tcp://127.0.0.1:5600", secret=key) as connector:
+        cache = connector.register(arrays, layout)
+        lease = cache.publish({"full": [3, 9, 4]}, tokens=700, ttl_s=30.0)
+    ```
+
+    It owns one progress thread and a few mover threads, which sleep when there is nothing to do. All methods may be
+    called from any thread. `close` (or leaving the ``with`` block) ends transfers, leases, threads and memory.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        listen: str = "tcp://127.0.0.1:0",
+        advertise: str | None = None,
+        backends: str | Sequence[str | Backend] = "auto",
+        ways: Sequence[str] = WAYS,
+        secret: bytes | str | None = None,
+        allow_unauthenticated: bool = False,
+        engine: str | None = None,
+        generation: int | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        members: Mapping[int, str] | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        """Start the connector.
+
+        `listen` is the ZeroMQ endpoint of the control channel (port 0: any free one); `advertise` is what peers are told
+        instead, for wildcard addresses. `backends` are names, or instances, in order of preference; "auto" takes all
+        that can be started. `ways` are the ways that a fetch or send of this side may take, best first.
+
+        `secret` signs messages and tickets; every connector that may talk to another has the same. Without one, only
+        loopback addresses are allowed, unless `allow_unauthenticated` is set.
+
+        The connectors of one engine share `engine` (default: `name`) and `generation` (default: random; it must change
+        when the engine restarts); `rank` of `ranks` is this one's place. `members` maps the engine's ranks to their
+        endpoints and is needed where peers are given the endpoint of only one of them; `set_members` gives it later.
+
+        Raises InvalidRequest, NoCommonBackend, SharedMemoryFull.
+        """
+        key = auth.secret_bytes(secret)
+        if not name or len(name) > 64 or len(engine or "") > 64:
+            raise InvalidRequest("name and engine must have 1 to 64 characters")
+        if not 0 <= rank < ranks:
+            raise InvalidRequest(f"rank must be 0 to {ranks - 1}, got {rank}")
+        unknown = [way for way in ways if way not in WAYS]
+        if unknown or not ways:
+            raise InvalidRequest(f"ways must be some of {', '.join(WAYS)}; got {list(ways)}")
+        if not key and not allow_unauthenticated and not auth.is_loopback(listen):
+            raise InvalidRequest(
+                f"{listen} can be reached from other hosts: pass secret=, or allow_unauthenticated=True if you mean it"
+            )
+        if advertise is None and _is_wildcard(listen):
+            raise InvalidRequest(f"{listen} is a wildcard: pass advertise= with the address that peers should dial")
+        self.why_not: dict[str, str] = {}  # backend: why it could not be started
+        started = self._start_backends(backends)
+        self._node = Node(
+            Identity(
+                name=name,
+                engine=engine or name,
+                generation=secrets.randbits(63) if generation is None else generation,
+                rank=rank,
+                endpoint=listen,
+                members=dict(members or {}),
+            ),
+            ranks=ranks,
+            secret=key,
+            backends=started,
+            ways=ways,
+            limits=limits or Limits(),
+            listen=listen,
+            advertise=advertise,
+        )
+        self._finalizer = weakref.finalize(self, self._node.close)
+
+    # --- who this is ----------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The connector's name, in logs and messages."""
+        return self._node.identity.name
+
+    @property
+    def endpoint(self) -> str:
+        """Where peers dial this connector; tickets carry it."""
+        return self._node.identity.endpoint
+
+    @property
+    def generation(self) -> int:
+        """The engine's generation."""
+        return self._node.identity.generation
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Names of the backends that run, in order of preference."""
+        return tuple(self._node.backends)
+
+    @property
+    def metrics(self) -> Metrics:
+        """Counters and gauges as of now."""
+        return Metrics.of(self._node)
+
+    def set_members(self, members: Mapping[int, str]) -> None:
+        """Tell peers that dial from now on where the engine's ranks listen (rank: endpoint)."""
+        self._node.check_open()
+        self._node.on_progress(lambda: self._node.set_identity(members=dict(members)))
+
+    # --- caches and tickets ---------------------------------------------------------------------------------
+
+    def register(self, arrays: Mapping[str, Any] | None, layout: CacheLayout, *, name: str = "kv") -> Cache:
+        """Register a paged cache.
+
+        `arrays` maps the layout's region names to contiguous NumPy arrays, torch tensors or CuPy arrays; None takes the
+        addresses in the layout, whose memory the caller keeps. Memory from `kvxfer.shared_empty` is read and written by
+        peers of this host in place.
+
+        Raises InvalidLayout, InvalidRequest, BufferTooSmall, SharedMemoryFull, Closed.
+        """
+        node = self._node
+        node.check_open()
+        if name in node.caches:
+            raise InvalidRequest(f"there is a cache {name!r} already; pass another name")
+        for region in layout.regions:
+            if not any(region.device.split(":")[0] in b.capabilities.devices for b in node.backends.values()):
+                raise NoCommonBackend(
+                    f"region {region.name!r} is on {region.device!r}; none of {', '.join(node.backends)} reaches it"
+                )
+        cache = Cache(node, name, arrays, layout)
+
+        def announce() -> None:
+            node.caches[name] = cache
+            node.directory.announce()
+
+        node.on_progress(announce)
+        return cache
+
+    def issue(
+        self,
+        layout: CacheLayout,
+        blocks: BlockLists,
+        *,
+        tokens: int,
+        ttl_s: float = 30.0,
+        request_id: str = "",
+        cache: str = "kv",
+        role: Role = Role.FETCH,
+    ) -> Ticket:
+        """A ticket for blocks that the ranks of this engine will publish (or reserve) under it a moment later.
+
+        For a scheduler process, which knows block ids and owns no memory. `layout` is the ranks' (addresses are not
+        needed). Peers may use the ticket at once; their transfer waits for the ranks to publish. Call `retire` when
+        every rank's lease has ended; the slot is also free again after twice `ttl_s`.
+
+        Raises like `Cache.publish`.
+        """
+        node = self._node
+        node.check_open()
+        role_name = "source" if role is Role.FETCH else "destination"
+        lists = check_blocks(layout, blocks, tokens=tokens, role=role_name)
+        ticket = sign_ticket(
+            node,
+            role=role,
+            cache=cache,
+            record=Record.of(tokens, lists).encode(),
+            tokens=tokens,
+            ttl_s=ttl_s,
+            request_id=request_id,
+            fingerprint=tickets.fingerprint_digest(layout.fingerprint),
+        )
+        node.progress.call(lambda: node.progress.call_later(2 * ttl_s, lambda: self.retire(ticket)))
+        return ticket
+
+    def retire(self, ticket: Ticket) -> None:
+        """Every rank's lease of an issued ticket has ended: its slot may be used again. Idempotent."""
+        self._node.numbers.give_back(ticket.slot, ticket.lease)
+
+    def release(self, ticket: AnyTicket) -> None:
+        """Tell the publisher that this rank will not fetch, or not again: a request was aborted, say.
+
+        Does nothing when the publisher is not known here yet; its lease runs out by itself.
+        """
+        node = self._node
+        node.check_open()
+        parsed = tickets.parse(ticket, node.secret)
+        engine = node.directory.find(parsed)
+        if engine is not None:
+            release(node, engine, parsed)
+
+    def renew(self, ticket: AnyTicket, ttl_s: float) -> None:
+        """Ask the publisher to keep the lease for another `ttl_s` seconds from when it hears of it.
+
+        Returns at once; dials the publisher where necessary. For requests that wait in decode's queue.
+        """
+        node = self._node
+        node.check_open()
+        if not ttl_s > 0:
+            raise InvalidRequest(f"ttl_s must be positive, got {ttl_s}")
+        parsed = tickets.parse(ticket, node.secret)
+        message = Renew(slot=parsed.slot, lease=parsed.lease, ttl_s=ttl_s)
+        node.progress.call(
+            lambda: node.directory.look_up(
+                parsed,
+                lambda engine: node.directory.send_all(engine, message),
+                lambda error: _log.warning("the lease of %r was not renewed: %s", parsed.request_id, error),
+            )
+        )
+
+    # --- life -----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End everything: transfers (cancelled, drained), leases, sessions, threads, shared memory. Idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> Connector:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Connector {self.name!r} at {self.endpoint}, backends {', '.join(self.backends)}>"
+
+    def _start_backends(self, wanted: str | Sequence[str | Backend]) -> dict[str, Backend]:
+        entries = {entry.name: entry for entry in importlib.metadata.entry_points(group="kvxfer.backends")}
+        if wanted == "auto":
+            order = [name for name in PREFERENCE if name in entries] + sorted(entries.keys() - set(PREFERENCE))
+        else:
+            order = [wanted] if isinstance(wanted, (str, Backend)) else list(wanted)
+        started: dict[str, Backend] = {}
+        for item in order:
+            if isinstance(item, Backend):
+                started[item.name] = item
+                continue
+            if item not in entries:
+                raise InvalidRequest(f"unknown backend {item!r}; installed are {', '.join(sorted(entries)) or 'none'}")
+            try:
+                started[item] = entries[item].load()()
+            except (KvxferError, ImportError) as error:
+                if wanted != "auto":
+                    with contextlib.ExitStack() as stack:
+                        for backend in started.values():
+                            stack.callback(backend.close)
+                    if isinstance(error, KvxferError):
+                        raise
+                    raise BackendError(f"backend {item!r} cannot be loaded: {error}") from error
+                self.why_not[item] = str(error)
+        if not started:
+            reasons = "".join(f"\n  - {name}: {reason}" for name, reason in self.why_not.items())
+            raise NoCommonBackend(f"no backend could be started:{reasons}")
+        return started
+
+
+def _is_wildcard(endpoint: str) -> bool:
+    return any(f"//{host}:" in endpoint for host in ("0.0.0.0", "*", "[::]"))

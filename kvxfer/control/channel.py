@@ -1,0 +1,364 @@
+"""Sessions with peers over ZeroMQ: sealed, numbered, size-limited messages, with heartbeats.
+
+One ROUTER socket listens; one DEALER dials each peer; a session goes both ways over one pair. Everything here runs on
+the progress thread. What is malformed, too large, unsigned, replayed or of no session is dropped, counted and logged,
+and everyone else is served on.
+
+Frame: header (magic, protocol, kind, sequence number, session id; little endian), HMAC, msgpack payload.
+
+Imports pyzmq, auth.py, messages.py, progress.py.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import secrets
+import struct
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from kvxfer.control import auth, messages
+from kvxfer.control.messages import Bye, Hello, Identity, Message, Ping, Welcome
+from kvxfer.errors import AuthenticationError, InvalidRequest, KvxferError, PeerGone
+from kvxfer.progress import ProgressThread, Timer
+
+_log = logging.getLogger(__name__)
+
+_MAGIC = b"KVX\x01"
+_HEADER = struct.Struct("<4sHHQ16s")
+_HANDSHAKE, _FROM_DIALER, _FROM_LISTENER = 0, 1, 2
+_NO_SESSION = bytes(16)
+_MAX_UNCONFIRMED = 256
+_MAX_PER_TURN = 512  # messages taken from one socket before the others get their turn
+
+
+class Listener(Protocol):
+    """Who is told what happens on the channel. Called on the progress thread."""
+
+    identity: Identity
+
+    def session_opened(self, session: Session) -> None:
+        """A peer has dialled this side."""
+
+    def message_received(self, session: Session, message: Message) -> None:
+        """A message of an open session."""
+
+    def session_closed(self, session: Session, reason: PeerGone) -> None:
+        """A session has ended; it sends nothing more."""
+
+
+class Session:
+    """An authenticated conversation with one peer. Progress thread only."""
+
+    def __init__(self, channel: Channel, session_id: bytes, identity: Identity, keys: tuple[bytes, bytes]) -> None:
+        self.identity = identity
+        self.open = True
+        self.said_bye = False  # the peer closed in an orderly way: it writes nothing more
+        self.id = session_id
+        self.last_received = self.last_sent = time.monotonic()
+        self._channel = channel
+        self._send_key, self._receive_key = keys
+        self._sent = self._received = 0
+        self.socket: zmq.Socket | None = None  # the DEALER of a session that this side dialled
+        self.route: bytes | None = None  # the ROUTER's address of a session that the peer dialled
+
+    def send(self, message: Message) -> None:
+        """Send, without blocking. A peer that takes no messages loses its session; a closed session drops."""
+        if self.open:
+            self._channel.send(self, message)
+
+    def close(self, reason: str = "closed by this side") -> None:
+        """Say goodbye and end the session."""
+        if self.open:
+            self.send(Bye())
+            self._channel.drop(self, PeerGone(reason))
+
+    def seal(self, payload: bytes) -> bytes:
+        self._sent += 1
+        kind = _FROM_DIALER if self.socket is not None else _FROM_LISTENER
+        header = _HEADER.pack(_MAGIC, messages.PROTOCOL_VERSION, kind, self._sent, self.id)
+        return b"".join((header, auth.mac(self._send_key, header, payload), payload))
+
+    def unseal(self, header: bytes, sequence: int, seal: bytes, payload: bytes) -> None:
+        """AuthenticationError unless this is the peer's next message."""
+        auth.check_mac(self._receive_key, seal, header, payload)
+        if sequence <= self._received:
+            raise AuthenticationError(f"message {sequence} came after message {self._received}: replayed")
+        self._received = sequence
+        self.last_received = time.monotonic()
+
+
+class _Dial:
+    """A session in the making, on the dialling side."""
+
+    def __init__(self, socket: zmq.Socket, nonce: bytes, opened: Callable, failed: Callable, timer: Timer) -> None:
+        self.socket, self.nonce, self.opened, self.failed, self.timer = socket, nonce, opened, failed, timer
+
+
+class Channel:
+    """This process's end of the control channel. Progress thread only, except `dropped`."""
+
+    def __init__(
+        self,
+        progress: ProgressThread,
+        listener: Listener,
+        *,
+        secret: bytes,
+        max_message_bytes: int,
+        heartbeat_s: float,
+        peer_timeout_s: float,
+    ) -> None:
+        self.dropped: collections.Counter[str] = collections.Counter()
+        self._progress = progress
+        self._listener = listener
+        self._key = auth.derive(secret, "kvxfer channel")
+        self._max_bytes = max_message_bytes
+        self._heartbeat_s, self._peer_timeout_s = heartbeat_s, peer_timeout_s
+        self._context = zmq.Context()
+        self._router: zmq.Socket | None = None
+        self._sessions: dict[bytes, Session] = {}
+        self._unconfirmed: collections.OrderedDict[bytes, Session] = collections.OrderedDict()
+        self._dials: dict[zmq.Socket, _Dial] = {}
+        self._heart: Timer | None = None
+        self._last_warning: dict[str, float] = {}
+
+    # --- opening and closing --------------------------------------------------------------------------------
+
+    def listen(self, endpoint: str) -> str:
+        """Bind the ROUTER; returns the endpoint with the real port. Raises InvalidRequest."""
+        self._router = self._socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            self._router.bind(endpoint.replace(":0", ":*") if endpoint.endswith(":0") else endpoint)
+        except zmq.ZMQError as error:
+            raise InvalidRequest(f"cannot listen on {endpoint!r}: {error}") from error
+        self._progress.watch(self._router, lambda: self._read(self._router))
+        return self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def dial(
+        self,
+        endpoint: str,
+        identity: Identity,
+        timeout_s: float,
+        opened: Callable[[Session], None],
+        failed: Callable[[KvxferError], None],
+    ) -> None:
+        """Open a session; one of the two calls is made, once."""
+        socket = self._socket(zmq.DEALER)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            socket.close()
+            failed(PeerGone(f"{endpoint!r} cannot be dialled: {error}"))
+            return
+        nonce = secrets.token_bytes(auth.NONCE_BYTES)
+        hello = Hello(protocol=messages.PROTOCOL_VERSION, nonce=nonce, identity=identity)
+        reason = (
+            f"no answer from {endpoint} within {timeout_s:g} s: is the peer running, and does it have the same secret?"
+        )
+        timer = self._progress.call_later(timeout_s, lambda: self._end_dial(socket, PeerGone(reason)))
+        self._dials[socket] = _Dial(socket, nonce, opened, failed, timer)
+        self._progress.watch(socket, lambda: self._read(socket))
+        self._post(socket, None, self._seal_handshake(self._key, messages.encode(hello)))
+
+    def close(self) -> None:
+        """End every session and every socket."""
+        for dial in list(self._dials.values()):
+            self._end_dial(dial.socket, PeerGone("this side closed"))
+        for session in list(self._sessions.values()):
+            session.close()
+        if self._router is not None:
+            self._progress.unwatch(self._router)
+            self._router.close()
+        if self._heart is not None:
+            self._heart.cancel()
+        self._context.term()
+
+    def drop(self, session: Session, reason: PeerGone) -> None:
+        """End a session without a word to the peer."""
+        session.open = False
+        confirmed = self._sessions.pop(session.id, None) is not None
+        self._unconfirmed.pop(session.id, None)
+        if session.socket is not None:
+            self._progress.unwatch(session.socket)
+            session.socket.close()
+        if confirmed:
+            self._listener.session_closed(session, reason)
+
+    def send(self, session: Session, message: Message) -> None:
+        payload = messages.encode(message)
+        if len(payload) > self._max_bytes:
+            raise InvalidRequest(
+                f"a {type(message).__name__} message of {len(payload)} bytes is over the limit of {self._max_bytes}; "
+                "raise max_message_bytes on both sides"
+            )
+        socket = session.socket or self._router
+        if self._post(socket, session.route, session.seal(payload)):
+            session.last_sent = time.monotonic()
+        else:
+            self.drop(session, PeerGone(f"{session.identity.name} does not take messages"))
+
+    # --- reading --------------------------------------------------------------------------------------------
+
+    def _read(self, socket: zmq.Socket) -> None:
+        for _ in range(_MAX_PER_TURN):
+            try:
+                frames = socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            except zmq.ZMQError:  # closed by what an earlier message led to
+                return
+            try:
+                self._take(socket, frames)
+            except (AuthenticationError, msgspec.MsgspecError, KvxferError) as error:
+                self._drop_message(type(error).__name__, error)
+            if socket.closed:
+                return
+        self._progress.call(lambda: self._read(socket))  # the poller would not be woken for what is left
+
+    def _take(self, socket: zmq.Socket, frames: list[bytes]) -> None:
+        route = frames[0] if socket is self._router else None
+        data = frames[-1]
+        if len(frames) != (1 if route is None else 2) or len(data) < _HEADER.size + auth.MAC_BYTES:
+            raise AuthenticationError(f"{len(frames)} frames, the last of {len(data)} bytes, are no kvxfer message")
+        if len(data) > self._max_bytes + _HEADER.size + auth.MAC_BYTES:
+            raise AuthenticationError(f"a message of {len(data)} bytes is over the limit of {self._max_bytes}")
+        header, rest = data[: _HEADER.size], data[_HEADER.size :]
+        seal, payload = rest[: auth.MAC_BYTES], rest[auth.MAC_BYTES :]
+        magic, _version, kind, sequence, session_id = _HEADER.unpack(header)
+        if magic != _MAGIC:
+            raise AuthenticationError(f"magic {magic!r} is not kvxfer's")
+        if kind == _HANDSHAKE:
+            self._take_handshake(socket, route, header, seal, payload)
+            return
+        session = self._sessions.get(session_id) or self._unconfirmed.get(session_id)
+        if session is None or kind != (_FROM_LISTENER if route is None else _FROM_DIALER):
+            raise AuthenticationError("a message of no open session")
+        session.unseal(header, sequence, seal, payload)
+        if route is not None:
+            session.route = route
+        message = messages.decode(payload)
+        if session_id in self._unconfirmed:
+            self._confirm(self._unconfirmed.pop(session_id))
+        self._deliver(session, message)
+
+    def _deliver(self, session: Session, message: Message) -> None:
+        if isinstance(message, Bye):
+            session.said_bye = True
+            self.drop(session, PeerGone(f"{session.identity.name} closed"))
+        elif not isinstance(message, Ping):
+            self._listener.message_received(session, message)
+
+    def _take_handshake(
+        self, socket: zmq.Socket, route: bytes | None, header: bytes, seal: bytes, payload: bytes
+    ) -> None:
+        if route is not None:
+            auth.check_mac(self._key, seal, header, payload)
+            hello = messages.decode(payload)
+            if isinstance(hello, Hello) and len(hello.nonce) == auth.NONCE_BYTES:
+                self._answer(route, hello)
+                return
+        else:
+            welcome = messages.decode(payload)
+            dial = self._dials.get(socket)
+            if isinstance(welcome, Welcome) and dial is not None and len(welcome.nonce) == auth.NONCE_BYTES:
+                keys = self._session_keys(dial.nonce, welcome.nonce)
+                auth.check_mac(keys[1], seal, header, payload)
+                self._open_dialled(dial, welcome, keys)
+                return
+        raise AuthenticationError("an unexpected handshake message")
+
+    def _answer(self, route: bytes, hello: Hello) -> None:
+        nonce, session_id = secrets.token_bytes(auth.NONCE_BYTES), secrets.token_bytes(16)
+        from_dialer, from_listener = self._session_keys(hello.nonce, nonce)
+        session = Session(self, session_id, hello.identity, (from_listener, from_dialer))
+        session.route = route
+        self._unconfirmed[session_id] = session
+        while len(self._unconfirmed) > _MAX_UNCONFIRMED:
+            self._unconfirmed.popitem(last=False)
+        welcome = Welcome(
+            protocol=messages.PROTOCOL_VERSION,
+            nonce=nonce,
+            session=session_id,
+            identity=self._listener.identity,
+        )
+        self._post(self._router, route, self._seal_handshake(from_listener, messages.encode(welcome)))
+
+    def _open_dialled(self, dial: _Dial, welcome: Welcome, keys: tuple[bytes, bytes]) -> None:
+        try:
+            messages.check_protocol(welcome.protocol)
+        except KvxferError as error:
+            self._end_dial(dial.socket, error)
+            return
+        del self._dials[dial.socket]
+        dial.timer.cancel()
+        session = Session(self, welcome.session, welcome.identity, keys)
+        session.socket = dial.socket
+        self._register(session)
+        dial.opened(session)
+
+    def _confirm(self, session: Session) -> None:
+        self._register(session)
+        self._listener.session_opened(session)
+
+    def _register(self, session: Session) -> None:
+        self._sessions[session.id] = session
+        if self._heart is None:
+            self._heart = self._progress.call_later(self._heartbeat_s / 2, self._beat)
+
+    def _end_dial(self, socket: zmq.Socket, error: KvxferError) -> None:
+        dial = self._dials.pop(socket, None)
+        if dial is not None:
+            dial.timer.cancel()
+            self._progress.unwatch(socket)
+            socket.close()
+            dial.failed(error)
+
+    # --- small parts ----------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        for session in list(self._sessions.values()):
+            silent = now - session.last_received
+            if silent > self._peer_timeout_s:
+                self.drop(session, PeerGone(f"nothing heard from {session.identity.name} for {silent:.1f} s"))
+            elif now - session.last_sent >= self._heartbeat_s:
+                session.send(Ping())
+        self._heart = self._progress.call_later(self._heartbeat_s / 2, self._beat) if self._sessions else None
+
+    def _socket(self, kind: int) -> zmq.Socket:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 200)
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, 2 * self._max_bytes + 4096)
+        return socket
+
+    def _post(self, socket: zmq.Socket, route: bytes | None, data: bytes) -> bool:
+        try:
+            socket.send_multipart([data] if route is None else [route, data], zmq.DONTWAIT)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def _session_keys(self, dialer_nonce: bytes, listener_nonce: bytes) -> tuple[bytes, bytes]:
+        """The keys of the two directions: from the dialer, from the listener."""
+        return (
+            auth.derive(self._key, "from dialer", dialer_nonce, listener_nonce),
+            auth.derive(self._key, "from listener", dialer_nonce, listener_nonce),
+        )
+
+    def _seal_handshake(self, key: bytes, payload: bytes) -> bytes:
+        header = _HEADER.pack(_MAGIC, messages.PROTOCOL_VERSION, _HANDSHAKE, 0, _NO_SESSION)
+        return b"".join((header, auth.mac(key, header, payload), payload))
+
+    def _drop_message(self, kind: str, error: Exception) -> None:
+        self.dropped[kind] += 1
+        now = time.monotonic()
+        if now - self._last_warning.get(kind, -1e9) > 1.0:  # a flood must not become a flood of log lines
+            self._last_warning[kind] = now
+            _log.warning("dropped a control message (%d of this kind so far): %s", self.dropped[kind], error)

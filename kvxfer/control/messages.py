@@ -1,0 +1,227 @@
+"""Every message of the control channel, and how it is encoded: msgpack, by msgspec, into these types and no others.
+
+Protocol history:
+  1  (2026-11)  first version
+
+Imports msgspec, layout and errors.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from kvxfer.errors import ProtocolMismatch
+from kvxfer.layout import CacheLayout
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 1 << 20
+
+
+class Role(enum.Enum):
+    """What a slot of a lease table promises, and so what a ticket allows."""
+
+    FETCH = "fetch"  # a lease: the holder may read the blocks
+    SEND = "send"  # a reservation: the holder may write the blocks
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Who is speaking. Connectors of one engine share `engine` and `generation`."""
+
+    name: str
+    engine: str
+    generation: int
+    rank: int
+    endpoint: str
+    members: dict[int, str] = {}  # rank: endpoint, where the engine has several
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Root of all messages."""
+
+
+# --- handshake ----------------------------------------------------------------------------------------------
+
+
+class Hello(Message, tag="hello"):
+    """First message of a session, from the side that dials."""
+
+    protocol: int
+    nonce: bytes
+    identity: Identity
+
+
+class Welcome(Message, tag="welcome"):
+    """The answer. Session keys are derived from both nonces."""
+
+    protocol: int
+    nonce: bytes
+    session: bytes
+    identity: Identity
+
+
+class RegionHandles(msgspec.Struct, frozen=True, kw_only=True):
+    """One region's handle for each backend that can reach it."""
+
+    nbytes: int
+    handles: dict[str, bytes]
+
+
+class CacheInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One registered cache: its layout, without addresses, and the handles of its regions in layout order."""
+
+    name: str
+    layout: CacheLayout
+    regions: tuple[RegionHandles, ...]
+
+
+class Description(Message, tag="description"):
+    """What a connector has. Sent by both sides after the handshake, and again when it changes."""
+
+    backends: dict[str, bytes]  # name: the backend's hello
+    lease_table: RegionHandles | None
+    caches: tuple[CacheInfo, ...]
+    reply: bool  # whether the receiver should answer with its own
+
+
+# --- session ------------------------------------------------------------------------------------------------
+
+
+class Ping(Message, tag="ping"):
+    """Says that this side lives; sent when nothing else was."""
+
+
+class Bye(Message, tag="bye"):
+    """This side closes in an orderly way."""
+
+
+class Release(Message, tag="release"):
+    """Reader `reader` of `readers` is done with a lease."""
+
+    slot: int
+    lease: int
+    reader: int
+    readers: int
+
+
+class Renew(Message, tag="renew"):
+    """A holder asks to keep a lease for another `ttl_s` seconds from when this arrives."""
+
+    slot: int
+    lease: int
+    ttl_s: float
+
+
+class PackedOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """Staging that the receiving side lends: `slots` buffers of `slot_bytes`, one after another, from `offset`."""
+
+    staging: RegionHandles
+    offset: int
+    slot_bytes: int
+    slots: int
+    wire: str
+
+
+class Pull(Message, tag="pull"):
+    """Asks the publisher to pack leased blocks into the sender's staging. `blocks` counts destination blocks."""
+
+    transfer: int
+    slot: int
+    lease: int
+    cache: str
+    into_cache: str
+    blocks: dict[str, int]
+    offer: PackedOffer
+
+
+class Claim(Message, tag="claim"):
+    """Asks for the right to write into a reservation. `way` says how the bytes will come; `blocks` counts source blocks."""
+
+    transfer: int
+    slot: int
+    lease: int
+    cache: str
+    from_cache: str
+    layerwise: bool
+    way: str
+    wire: str
+    blocks: dict[str, int]
+
+
+class Grant(Message, tag="grant"):
+    """The right to write; with an offer where the bytes come packed."""
+
+    transfer: int
+    offer: PackedOffer | None
+
+
+class Chunk(Message, tag="chunk"):
+    """Chunk `index` of stage `stage` lies in staging slot `slot`."""
+
+    transfer: int
+    stage: int
+    index: int
+    slot: int
+
+
+class Credit(Message, tag="credit"):
+    """A staging slot is free again."""
+
+    transfer: int
+    slot: int
+
+
+class Stop(Message, tag="stop"):
+    """Asks the writing side to end; it answers with Ended once its last byte has been written."""
+
+    transfer: int
+
+
+class Ended(Message, tag="ended"):
+    """The writing side writes nothing more for this transfer. `error` (an error class) is empty when all was written."""
+
+    transfer: int
+    error: str = ""
+    reason: str = ""
+
+
+class Received(Message, tag="received"):
+    """The receiving side has everything of a reservation."""
+
+    transfer: int
+
+
+class Refused(Message, tag="refused"):
+    """A request was refused; nothing was done. `error` is the name of an error class."""
+
+    transfer: int
+    error: str
+    reason: str
+
+
+_ALL = (
+    Hello | Welcome | Description | Ping | Bye | Release | Renew | Pull | Claim | Grant | Chunk | Credit | Stop
+    | Ended | Received | Refused
+)
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_ALL)
+
+
+def encode(message: Message) -> bytes:
+    """The message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """The message in `data`. Raises msgspec.MsgspecError, or InvalidLayout for a layout that is none."""
+    return _decoder.decode(data)
+
+
+def check_protocol(theirs: int) -> None:
+    """ProtocolMismatch unless the versions agree."""
+    if theirs != PROTOCOL_VERSION:
+        raise ProtocolMismatch(
+            f"the peer speaks version {theirs} of the control protocol, this side {PROTOCOL_VERSION}: install the same "
+            "release of kvxfer on both sides"
+        )

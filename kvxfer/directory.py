@@ -1,0 +1,196 @@
+"""Who is out there: peers by session, and engines by name, dialled on demand.
+
+Progress thread only, except `find`, which any thread may call.
+
+Imports remote.py and control.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from kvxfer.backends.base import Backend
+from kvxfer.control.channel import Channel, Session
+from kvxfer.control.messages import Description, Identity, Message
+from kvxfer.errors import InvalidTicket, KvxferError, PeerGone
+from kvxfer.progress import ProgressThread
+from kvxfer.remote import Peer
+from kvxfer.ticket import Ticket
+
+_log = logging.getLogger(__name__)
+
+EngineKey = tuple[str, int]
+Found = Callable[["Engine"], None]
+Failed = Callable[[KvxferError], None]
+
+
+class Engine:
+    """Another engine: one peer for each rank that has been described. Immutable once complete."""
+
+    def __init__(self, key: EngineKey, peers: dict[int, Peer]) -> None:
+        self.key = key
+        self.peers = peers
+        self.joins: dict[tuple, object] = {}  # kept by whoever fetches or sends, as long as the engine is known
+
+
+class _Search:
+    """An engine being dialled: who waits for it, and which ranks are still to be described."""
+
+    def __init__(self, key: EngineKey) -> None:
+        self.key = key
+        self.waiting: list[tuple[Found, Failed]] = []
+        self.peers: dict[int, Peer] = {}
+        self.missing: set[int] | None = None  # None until the first peer has told the members
+
+
+class Directory:
+    """All peers of this connector."""
+
+    def __init__(
+        self,
+        progress: ProgressThread,
+        backends: Mapping[str, Backend],
+        describe: Callable[[bool], Description],
+        *,
+        dial_timeout_s: float,
+        pulse_s: float,
+    ) -> None:
+        self._progress = progress
+        self._backends = backends
+        self._describe = describe
+        self._dial_timeout_s = dial_timeout_s
+        self._pulse_s = pulse_s
+        self._pulsing = False
+        self.channel: Channel | None = None
+        self.identity: Identity | None = None
+        self.peers: dict[Session, Peer] = {}
+        self._engines: dict[EngineKey, Engine] = {}
+        self._searches: dict[EngineKey, _Search] = {}
+
+    def find(self, ticket: Ticket) -> Engine | None:
+        """The ticket's engine when all its ranks are at hand. Any thread."""
+        return self._engines.get((ticket.engine, ticket.generation))
+
+    def look_up(self, ticket: Ticket, found: Found, failed: Failed) -> None:
+        """Find the ticket's engine, dialling it where necessary; one of the two calls is made, once."""
+        key = (ticket.engine, ticket.generation)
+        engine = self._engines.get(key)
+        if engine is not None:
+            found(engine)
+            return
+        search = self._searches.get(key)
+        if search is None:
+            search = self._searches[key] = _Search(key)
+            search.waiting.append((found, failed))
+            self._dial(search, ticket.endpoint)
+        else:
+            search.waiting.append((found, failed))
+
+    # --- sessions -------------------------------------------------------------------------------------------
+
+    def session_opened(self, session: Session) -> Peer:
+        """Remember a peer; whoever dialled describes itself first."""
+        peer = self.peers[session] = Peer(session)
+        if not self._pulsing:
+            self._pulsing = True
+            self._progress.call_later(self._pulse_s, self._pulse)
+        return peer
+
+    def session_closed(self, session: Session, reason: PeerGone) -> None:
+        """Forget a peer and the engine that it belongs to; a later ticket dials again."""
+        peer = self.peers.pop(session, None)
+        if peer is None:
+            return
+        key = (peer.identity.engine, peer.identity.generation)
+        engine = self._engines.get(key)
+        if engine is not None and peer in engine.peers.values():
+            del self._engines[key]
+        search = self._searches.get(key)
+        if search is not None and peer in search.peers.values():
+            self._fail(search, reason)
+        peer.gone(reason)
+
+    def described(self, session: Session, description: Description) -> None:
+        """A peer says what it has."""
+        peer = self.peers.get(session)
+        if peer is None:
+            return
+        key = (peer.identity.engine, peer.identity.generation)
+        search = self._searches.get(key)
+        engine = self._engines.get(key)
+        if engine is not None:  # it has registered another cache
+            engine.joins.clear()
+        try:
+            peer.describe(description, self._backends)
+        except KvxferError as error:
+            _log.warning("what %s has cannot be used: %s", peer.identity.name, error)
+            if search is not None and peer in search.peers.values():
+                self._fail(search, error)
+        if description.reply:
+            session.send(self._describe(False))
+        if search is not None and peer.described and peer in search.peers.values():
+            self._progress_search(search, peer)
+
+    def _dial(self, search: _Search, endpoint: str) -> None:
+        def opened(session: Session) -> None:
+            peer = self.session_opened(session)
+            identity = session.identity
+            if (identity.engine, identity.generation) != search.key:
+                session.close("it is another engine")
+                self._fail(search, _other_engine(search.key, identity))
+                return
+            search.peers[identity.rank] = peer
+            session.send(self._describe(True))
+
+        self.channel.dial(
+            endpoint, self.identity, self._dial_timeout_s, opened, lambda error: self._fail(search, error)
+        )
+
+    def _progress_search(self, search: _Search, peer: Peer) -> None:
+        if self._searches.get(search.key) is not search:
+            return
+        if search.missing is None:
+            members = peer.identity.members
+            search.missing = set(members)
+            for rank, endpoint in members.items():
+                if rank != peer.identity.rank:
+                    self._dial(search, endpoint)
+        search.missing.discard(peer.identity.rank)
+        if search.missing:
+            return
+        del self._searches[search.key]
+        engine = self._engines[search.key] = Engine(search.key, dict(sorted(search.peers.items())))
+        for found, _ in search.waiting:
+            found(engine)
+
+    def _fail(self, search: _Search, error: KvxferError) -> None:
+        if self._searches.get(search.key) is search:
+            del self._searches[search.key]
+            for _, failed in search.waiting:
+                failed(error)
+
+    def announce(self) -> None:
+        """Tell every peer what this side has now."""
+        for session in list(self.peers):
+            session.send(self._describe(False))
+
+    def send_all(self, engine: Engine, message: Message) -> None:
+        """The same message to every rank of an engine."""
+        for peer in engine.peers.values():
+            peer.session.send(message)
+
+    def _pulse(self) -> None:
+        """Drop peers whose process is known to have ended, sooner than their heartbeats would tell."""
+        for session, peer in list(self.peers.items()):
+            if peer.is_dead():
+                self.channel.drop(session, PeerGone(f"the process of {peer.identity.name} has ended"))
+        self._pulsing = bool(self.peers)
+        if self._pulsing:
+            self._progress.call_later(self._pulse_s, self._pulse)
+
+
+def _other_engine(key: EngineKey, identity: Identity) -> KvxferError:
+    if identity.engine != key[0]:
+        return InvalidTicket(f"the ticket is of engine {key[0]!r}, its endpoint answers as {identity.engine!r}")
+    return InvalidTicket(f"engine {key[0]!r} has restarted since the ticket was issued; its leases are gone")

@@ -1,0 +1,206 @@
+"""Leases, and the table of generation words that a peer reads one-sidedly.
+
+The table is registered memory: a header, a word and a record position for each slot, and an arena of records (block
+lists). A peer reads blocks first and the slot's word after; while the word equals the ticket's lease number, every
+byte that was read was leased. The publisher changes the word before it gives the blocks back. No Python of the
+publisher is on that path.
+
+Imports ticket.py, kernels (for the ordered word access) and errors.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from kvxfer import kernels
+from kvxfer.errors import InvalidRequest, InvalidTicket, LeaseTableFull
+from kvxfer.ticket import Ticket
+
+ENDED = 1 << 63  # set in a word once its lease has ended
+HEADER_BYTES = 64
+SLOT = np.dtype([("word", "<u8"), ("offset", "<u8"), ("nbytes", "<u8"), ("reserved", "<u8")])
+SLOT_BYTES = SLOT.itemsize
+_ALIGNMENT = 64
+
+
+def table_bytes(slots: int, record_bytes: int) -> int:
+    """Size of a lease table for `slots` leases whose records take `record_bytes` together."""
+    return HEADER_BYTES + slots * SLOT_BYTES + record_bytes
+
+
+class LeaseState(enum.Enum):
+    """How a lease stands."""
+
+    LIVE = "live"
+    RELEASED = "released"  # every reader is done, or the publisher took it back
+    EXPIRED = "expired"
+
+
+class Lease:
+    """The publisher's promise to keep blocks as they are. Made by `Cache.publish`.
+
+    `released` is set once the blocks may be reused, whether the readers are done, the publisher took the lease back,
+    or it ran out; `state` says which. The blocks belong to the lease until then.
+    """
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        lists: Mapping[str, np.ndarray],
+        deadline: float,
+        end: Callable[[Lease, LeaseState], None],
+    ) -> None:
+        self.ticket = ticket
+        self.lists = dict(lists)  # int32 block ids per group
+        self.released = threading.Event()
+        self.state = LeaseState.LIVE
+        self.deadline = deadline  # monotonic
+        self.readers_done: set[int] = set()
+        self._end = end
+        self._callbacks: list[Callable[[Lease], None]] = []
+        self._lock = threading.Lock()
+
+    def release(self) -> None:
+        """Take the lease back now; fetches that have not been confirmed fail. Idempotent, from any thread."""
+        self._end(self, LeaseState.RELEASED)
+
+    def renew(self, ttl_s: float) -> None:
+        """Let it run for `ttl_s` seconds from now. Does nothing to a lease that has ended."""
+        if not ttl_s > 0:
+            raise InvalidRequest(f"ttl_s must be positive, got {ttl_s}")
+        self.deadline = time.monotonic() + ttl_s
+
+    def add_done_callback(self, callback: Callable[[Lease], None]) -> None:
+        """Call ``callback(lease)`` once the blocks may be reused: on the thread that ends the lease (the connector's
+        progress thread, or the caller of `release`), or at once when it has ended."""
+        with self._lock:
+            if self.state is LeaseState.LIVE:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def finish(self, state: LeaseState) -> bool:
+        """Mark as ended; the table's word must have been changed before. False when it had ended."""
+        with self._lock:
+            if self.state is not LeaseState.LIVE:
+                return False
+            self.state = state
+            callbacks, self._callbacks = self._callbacks, []
+        self.released.set()
+        for callback in callbacks:
+            callback(self)
+        return True
+
+
+class SlotNumbers:
+    """Free slots and lease numbers. The process that issues tickets has one, with memory or without. Thread-safe."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._free = list(range(slots - 1, -1, -1))
+        self._taken: dict[int, int] = {}  # slot: lease
+        self._leases = itertools.count(1)
+        self._lock = threading.Lock()
+
+    def take(self) -> tuple[int, int]:
+        """A free slot and a new lease number. Raises LeaseTableFull."""
+        with self._lock:
+            if not self._free:
+                raise LeaseTableFull(
+                    f"all {self._slots} lease slots are in use: release leases, shorten ttl_s, or raise lease_slots"
+                )
+            slot, lease = self._free.pop(), next(self._leases)
+            self._taken[slot] = lease
+            return slot, lease
+
+    def give_back(self, slot: int, lease: int) -> None:
+        """The slot may be used again. Does nothing when another process numbered the lease, or it was given back."""
+        with self._lock:
+            if self._taken.get(slot) == lease:
+                del self._taken[slot]
+                self._free.append(slot)
+
+    @property
+    def in_use(self) -> int:
+        """Slots that are taken now."""
+        return len(self._taken)
+
+
+class LeaseTable:
+    """This process's lease table, written here and read by peers. Thread-safe."""
+
+    def __init__(self, memory: np.ndarray, slots: int) -> None:
+        """`memory` is the zeroed, registered table: uint8, of `table_bytes` bytes."""
+        self.slots = slots
+        self._memory = memory
+        self._address = memory.ctypes.data
+        self._table = memory[HEADER_BYTES : HEADER_BYTES + slots * SLOT_BYTES].view(SLOT)
+        self._arena = _Arena(HEADER_BYTES + slots * SLOT_BYTES, len(memory))
+        self._records: dict[int, tuple[int, int, int]] = {}  # slot: lease, offset, bytes
+        self._lock = threading.Lock()
+
+    def publish(self, slot: int, lease: int, record: bytes) -> None:
+        """Write the record, then the word. Raises InvalidRequest for a slot in use, LeaseTableFull."""
+        if not 0 <= slot < self.slots:
+            raise InvalidRequest(f"slot {slot} is not in a lease table of {self.slots}; lease_slots must agree")
+        with self._lock:
+            if slot in self._records:
+                raise InvalidRequest(f"lease slot {slot} is in use by another lease of this process")
+            if int(self._table[slot]["word"]) & ~ENDED >= lease:
+                raise InvalidTicket(f"lease {lease} was published here before; a ticket is good for one lease")
+            offset = self._arena.take(len(record))
+            self._records[slot] = (lease, offset, len(record))
+            self._memory[offset : offset + len(record)] = np.frombuffer(record, np.uint8)
+            self._table[slot]["offset"] = offset
+            self._table[slot]["nbytes"] = len(record)
+            kernels.store_word(self._address + HEADER_BYTES + slot * SLOT_BYTES, lease)
+
+    def end(self, slot: int, lease: int) -> None:
+        """Change the word: no read that ends after this is confirmed. Idempotent."""
+        with self._lock:
+            if self._records.get(slot, (None,))[0] != lease:
+                return
+            _, offset, nbytes = self._records.pop(slot)
+            kernels.store_word(self._address + HEADER_BYTES + slot * SLOT_BYTES, lease | ENDED)
+            self._arena.give_back(offset, nbytes)
+
+    def is_live(self, slot: int, lease: int) -> bool:
+        """Whether the slot holds this lease."""
+        return 0 <= slot < self.slots and int(self._table[slot]["word"]) == lease
+
+
+class _Arena:
+    """First-fit allocation of byte ranges."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self._free = [(start, end - start)]
+        self._size = end - start
+
+    def take(self, nbytes: int) -> int:
+        size = -(-max(1, nbytes) // _ALIGNMENT) * _ALIGNMENT
+        for index, (offset, free) in enumerate(self._free):
+            if free >= size:
+                self._free[index : index + 1] = [(offset + size, free - size)] if free > size else []
+                return offset
+        raise LeaseTableFull(
+            f"no room for a lease record of {nbytes} bytes in {self._size}: release leases, or raise lease_record_bytes"
+        )
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        size = -(-max(1, nbytes) // _ALIGNMENT) * _ALIGNMENT
+        self._free.append((offset, size))
+        self._free.sort()
+        merged = [self._free[0]]
+        for start, length in self._free[1:]:
+            last, last_length = merged[-1]
+            if last + last_length == start:
+                merged[-1] = (last, last_length + length)
+            else:
+                merged.append((start, length))
+        self._free = merged

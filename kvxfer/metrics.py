@@ -1,0 +1,49 @@
+"""Counters and gauges of a connector, for an engine's own metrics.
+
+Names follow Prometheus: a unit suffix, and ``_total`` for counters only. Imports node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvxfer.node import Node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """A snapshot."""
+
+    leases: int  # live leases of this process
+    lease_slots_in_use: int
+    reservations: int
+    transfers: int  # under way
+    peers: int
+    staging_bytes: int
+    staging_lent_bytes: int
+    staging_waiting: int  # transfers in line for staging
+    quarantined: int  # resources that wait for a peer to stop or to be known dead
+    progress_turns_total: int
+    messages_dropped_total: dict[str, int]  # by error
+    foreign_releases_total: int  # releases and renewals of leases that had ended
+
+    @classmethod
+    def of(cls, node: Node) -> Metrics:
+        """The numbers of a connector as of now."""
+        staging = node.staging_in_use
+        return cls(
+            leases=len(node.leases),
+            lease_slots_in_use=node.numbers.in_use,
+            reservations=len(node.reservations),
+            transfers=len(node.active),
+            peers=len(node.directory.peers),
+            staging_bytes=staging.nbytes if staging else 0,
+            staging_lent_bytes=staging.lent_bytes if staging else 0,
+            staging_waiting=staging.waiting if staging else 0,
+            quarantined=node.quarantined,
+            progress_turns_total=node.progress.turns,
+            messages_dropped_total=dict(node.channel.dropped),
+            foreign_releases_total=node.foreign_releases,
+        )

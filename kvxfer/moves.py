@@ -1,0 +1,57 @@
+"""Carrying out a plan without the peer's help: mapped, or direct through a backend's one-sided operations.
+
+Runs on a mover thread. Between pieces it looks whether the transfer is to stop, so that a cancelled or expired
+transfer drains within the time of one piece.
+
+Imports kernels, plan, backends/base.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from kvxfer.backends.base import Direction, Link
+from kvxfer.kernels import PreparedPlan
+from kvxfer.transfer import Transfer
+
+PIECE_BYTES = 8 << 20  # moved between two looks at the transfer
+_POLL_S = 20e-6
+
+
+def move_mapped(
+    plan: PreparedPlan, src_bases: np.ndarray, dst_bases: np.ndarray, transfer: Transfer, *, threads: int
+) -> bool:
+    """Copy blocks to blocks by a kernel. False when the transfer was told to stop before the end."""
+    for chunk in plan.plan.chunks(PIECE_BYTES):
+        if transfer.stopping or transfer.done():
+            return False
+        plan.copy(chunk, src_bases, dst_bases, threads=threads)
+    return True
+
+
+def move_direct(
+    plan: PreparedPlan,
+    link: Link,
+    direction: Direction,
+    src_bases: np.ndarray,
+    dst_bases: np.ndarray,
+    transfer: Transfer,
+) -> bool:
+    """Hand the plan's runs to the backend. False when the transfer was told to stop before the end.
+
+    Raises PeerGone or BackendError.
+    """
+    runs = plan.plan.runs(src_bases, dst_bases)
+    if direction is Direction.READ:
+        runs = runs[:, [1, 0, 2]]  # local first: reading, the destination is local
+    pieces = np.cumsum(runs[:, 2]) // np.uint64(PIECE_BYTES)
+    borders = np.flatnonzero(np.diff(pieces)) + 1
+    for piece in np.split(runs, borders):
+        if transfer.stopping or transfer.done():
+            return False
+        operation = link.post(direction, piece)
+        while not operation.poll():
+            time.sleep(_POLL_S)
+    return True

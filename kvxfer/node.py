@@ -1,0 +1,346 @@
+"""What one connector owns: identity, threads, backends, peers, leases, staging. Shared by its caches and transfers.
+
+`Node` is the inside of `Connector`: it takes messages from the channel and hands each to the lease or the conversation
+that it is meant for. Methods that touch peers run on the progress thread; the others say so.
+
+Imports everything below connector.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvxfer import packed
+from kvxfer.backends.base import Backend, Registration
+from kvxfer.control.channel import Channel, Session
+from kvxfer.control.messages import (
+    CacheInfo,
+    Claim,
+    Description,
+    Identity,
+    Message,
+    Pull,
+    Refused,
+    RegionHandles,
+    Release,
+    Renew,
+)
+from kvxfer.directory import Directory
+from kvxfer.errors import Cancelled, Closed, InvalidRequest, InvalidTicket, KvxferError, PeerGone
+from kvxfer.lease import Lease, LeaseState, LeaseTable, SlotNumbers, table_bytes
+from kvxfer.progress import MoverPool, ProgressThread, Timer
+from kvxfer.remote import Peer
+from kvxfer.staging import StagingRing
+from kvxfer.transfer import Transfer
+
+if TYPE_CHECKING:
+    from kvxfer.cache import Cache
+
+_log = logging.getLogger(__name__)
+
+_DEAD_POLL_S = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds and periods of a connector. Bytes and seconds."""
+
+    lease_slots: int = 4096
+    lease_record_bytes: int = 8 << 20
+    staging_bytes: int = 64 << 20
+    chunk_bytes: int = packed.CHUNK_BYTES
+    max_message_bytes: int = 1 << 20
+    max_ttl_s: float = 3600.0
+    heartbeat_s: float = 1.0
+    peer_timeout_s: float = 5.0
+    dial_timeout_s: float = 10.0
+    copy_threads: int = 1
+    mover_threads: int = 2
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if not getattr(self, name) > 0:
+                raise InvalidRequest(f"{name} must be positive, got {getattr(self, name)}")
+        if self.peer_timeout_s <= self.heartbeat_s:
+            raise InvalidRequest(
+                f"peer_timeout_s ({self.peer_timeout_s:g}) must be longer than heartbeat_s ({self.heartbeat_s:g})"
+            )
+
+
+class Node:
+    """One connector's inside."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        ranks: int,
+        secret: bytes,
+        backends: Mapping[str, Backend],
+        ways: Sequence[str],
+        limits: Limits,
+        listen: str,
+        advertise: str | None,
+    ) -> None:
+        self.secret = secret
+        self.ranks = ranks
+        self.backends = dict(backends)
+        self.ways = tuple(ways)
+        self.limits = limits
+        self.caches: dict[str, Cache] = {}
+        self.leases: dict[int, Lease] = {}  # by slot
+        self.reservations: dict[int, Transfer] = {}  # by slot
+        self.numbers = SlotNumbers(limits.lease_slots)
+        self.active: set[Transfer] = set()
+        self.foreign_releases = 0
+        self.quarantined = 0  # resources that wait for a peer to stop or to be known dead
+        self._table: LeaseTable | None = None
+        self._table_handles: RegionHandles | None = None
+        self._staging: StagingRing | None = None
+        self._lock = threading.RLock()
+        self._expiry: Timer | None = None
+        self._expiry_due = float("inf")
+        self.closed = False
+        self.pool = MoverPool(identity.name, limits.mover_threads)
+        self.progress = ProgressThread(identity.name)
+        self.directory = Directory(
+            self.progress,
+            self.backends,
+            self.describe,
+            dial_timeout_s=limits.dial_timeout_s,
+            pulse_s=limits.heartbeat_s,
+        )
+        self.identity = identity
+        self.on_progress(lambda: self._open_channel(listen, advertise))
+
+    # --- life -----------------------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Closed unless the connector is open. Any thread."""
+        if self.closed:
+            raise Closed(f"connector {self.identity.name!r} is closed")
+
+    def on_progress(self, call: Callable[[], object]) -> object:
+        """Run a call on the progress thread and return its result, or raise what it raised. Any thread."""
+        if self.progress.is_current:
+            return call()
+        done = threading.Event()
+        outcome: list[object] = []
+
+        def run() -> None:
+            try:
+                outcome.append(call())
+            except BaseException as error:
+                outcome.append(error)
+            done.set()
+
+        self.progress.call(run)
+        done.wait()
+        if isinstance(outcome[0], BaseException):
+            raise outcome[0]
+        return outcome[0]
+
+    def _open_channel(self, listen: str, advertise: str | None) -> None:
+        self.channel = Channel(
+            self.progress,
+            self,
+            secret=self.secret,
+            max_message_bytes=self.limits.max_message_bytes,
+            heartbeat_s=self.limits.heartbeat_s,
+            peer_timeout_s=self.limits.peer_timeout_s,
+        )
+        self.directory.channel = self.channel
+        endpoint = self.channel.listen(listen)
+        self.set_identity(endpoint=advertise or endpoint)
+
+    def set_identity(self, **changes: object) -> None:
+        """Change what is said of this connector in later handshakes."""
+        self.identity = self.directory.identity = Identity(
+            **{name: getattr(self.identity, name) for name in Identity.__struct_fields__} | changes
+        )
+
+    def close(self, drain_timeout_s: float = 5.0) -> None:
+        """End transfers, leases, sessions, threads and memory, in that order; idempotent."""
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+        for transfer in list(self.active):
+            transfer.abort(Cancelled("this connector was closed"))
+        until = time.monotonic() + drain_timeout_s
+        for transfer in list(self.active):
+            while not transfer.done() and time.monotonic() < until:
+                time.sleep(0.001)
+        for lease in list(self.leases.values()):
+            self.end_lease(lease, LeaseState.RELEASED)
+        self.progress.close(self.channel.close)
+        self.pool.close()
+        for peer in list(self.directory.peers.values()):
+            if peer.link is not None:
+                peer.link.close()
+        for backend in self.backends.values():
+            backend.close()
+
+    def track(self, transfer: Transfer) -> None:
+        """Have `close` end the transfer. Any thread."""
+        self.active.add(transfer)
+        transfer.on_end(lambda: self.active.discard(transfer))
+
+    # --- memory ---------------------------------------------------------------------------------------------
+
+    @property
+    def table(self) -> LeaseTable:
+        """The lease table, allocated at first use. Any thread. Raises SharedMemoryFull."""
+        with self._lock:
+            if self._table is None:
+                nbytes = table_bytes(self.limits.lease_slots, self.limits.lease_record_bytes)
+                memory, self._table_handles = self._allocate(nbytes)
+                self._table = LeaseTable(memory.keep_alive.array()[:nbytes], self.limits.lease_slots)
+            return self._table
+
+    @property
+    def staging(self) -> StagingRing:
+        """The staging ring, allocated at first use. Any thread. Raises SharedMemoryFull."""
+        with self._lock:
+            if self._staging is None:
+                chunk = self.limits.chunk_bytes
+                memory, self.staging_handles = self._allocate(max(1, self.limits.staging_bytes // chunk) * chunk)
+                self._staging = StagingRing(memory, chunk)
+            return self._staging
+
+    @property
+    def staging_in_use(self) -> StagingRing | None:
+        """The staging ring if it has been allocated."""
+        return self._staging
+
+    def _allocate(self, nbytes: int) -> tuple[Registration, RegionHandles]:
+        """Memory that every peer of the preferred backend can reach, and how it opens it."""
+        name, backend = next(iter(self.backends.items()))
+        memory = backend.allocate(nbytes)
+        return memory, RegionHandles(nbytes=nbytes, handles={name: memory.handle})
+
+    def describe(self, reply: bool) -> Description:
+        """What this connector has, for a peer."""
+        return Description(
+            backends={name: backend.hello() for name, backend in self.backends.items()},
+            lease_table=self._table_handles,
+            caches=tuple(
+                CacheInfo(name=name, layout=cache.layout.unbound(), regions=cache.handles)
+                for name, cache in self.caches.items()
+            ),
+            reply=reply,
+        )
+
+    # --- leases ---------------------------------------------------------------------------------------------
+
+    def keep_lease(self, lease: Lease) -> None:
+        """Watch over a published lease. Any thread."""
+        self.leases[lease.ticket.slot] = lease
+        if lease.deadline < self._expiry_due:
+            self.progress.call(self._expire_leases)
+
+    def end_lease(self, lease: Lease, state: LeaseState) -> None:
+        """Change the table's word, then tell whoever waits for the blocks. Any thread; idempotent."""
+        ticket = lease.ticket
+        if self.leases.get(ticket.slot) is lease:
+            self.table.end(ticket.slot, ticket.lease)
+            self.leases.pop(ticket.slot, None)
+            self.numbers.give_back(ticket.slot, ticket.lease)
+            lease.finish(state)
+
+    def _expire_leases(self) -> None:
+        now = time.monotonic()
+        for lease in list(self.leases.values()):
+            if lease.deadline <= now:
+                self.end_lease(lease, LeaseState.EXPIRED)
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._expiry_due = min((lease.deadline for lease in list(self.leases.values())), default=float("inf"))
+        if self._expiry_due < float("inf"):
+            self._expiry = self.progress.call_later(self._expiry_due - now, self._expire_leases)
+
+    def _lease(self, message: Release | Renew) -> Lease | None:
+        lease = self.leases.get(message.slot)
+        if lease is None or lease.ticket.lease != message.lease:
+            self.foreign_releases += 1  # it ended before the message came, or the peer is confused
+            return None
+        return lease
+
+    def _released(self, message: Release) -> None:
+        lease = self._lease(message)
+        if lease is None or not 0 <= message.reader < message.readers:
+            return
+        lease.readers_done.add(message.reader)
+        if len(lease.readers_done) >= message.readers:
+            self.end_lease(lease, LeaseState.RELEASED)
+
+    def _renewed(self, message: Renew) -> None:
+        lease = self._lease(message)
+        if lease is not None and message.ttl_s > 0:
+            lease.renew(min(message.ttl_s, self.limits.max_ttl_s))
+
+    # --- what the channel says ------------------------------------------------------------------------------
+
+    def session_opened(self, session: Session) -> None:
+        self.directory.session_opened(session)
+
+    def session_closed(self, session: Session, reason: PeerGone) -> None:
+        self.directory.session_closed(session, reason)
+
+    def message_received(self, session: Session, message: Message) -> None:
+        peer = self.directory.peers.get(session)
+        if peer is None:
+            return
+        if isinstance(message, Description):
+            self.directory.described(session, message)
+        elif isinstance(message, Release):
+            self._released(message)
+        elif isinstance(message, Renew):
+            self._renewed(message)
+        elif isinstance(message, (Pull, Claim)):
+            self._serve(peer, message)
+        else:
+            conversation = peer.conversations.get(getattr(message, "transfer", None))
+            if conversation is not None:  # else it has ended on this side
+                conversation.handle(message)
+
+    def _serve(self, peer: Peer, message: Pull | Claim) -> None:
+        try:
+            cache = self.caches.get(message.cache)
+            if cache is None:
+                raise InvalidTicket(f"there is no cache {message.cache!r} here; known are {sorted(self.caches)}")
+            if message.transfer in peer.conversations:
+                raise InvalidRequest(f"transfer {message.transfer} is under way already")
+            if isinstance(message, Pull):
+                cache.serve_pull(peer, message)
+            else:
+                cache.serve_claim(peer, message)
+        except KvxferError as error:
+            peer.session.send(Refused(transfer=message.transfer, error=type(error).__name__, reason=str(error)))
+
+    def when_dead(self, peer: Peer, call: Callable[[], None]) -> None:
+        """Run `call` once the peer is known to write nothing more: it said goodbye, or its process has ended.
+
+        A peer that is merely silent may wake up and go on writing, so silence is not enough.
+        """
+        self.quarantined += 1
+
+        def look() -> None:
+            if peer.session.said_bye or peer.is_dead() or self.closed:
+                self.quarantined -= 1
+                call()
+            else:
+                self.progress.call_later(_DEAD_POLL_S, look)
+
+        look()
+
+
+def new_transfer_id() -> int:
+    """A number that no other transfer of either side has."""
+    return secrets.randbits(63)

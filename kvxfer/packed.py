@@ -1,0 +1,187 @@
+"""The packed way: chunks flow through staging that the receiving side lends, with credits.
+
+`PackedSource` gathers chunks into free staging slots and says so; `PackedSink` scatters them and gives the slots back
+as credits. Several chunks are in flight, so gathering and scattering overlap. Both ends cut the same plan into the
+same chunks; a chunk is named by its stage (one for the whole plan, or one a layer) and its index.
+
+State lives on the progress thread; kernels run on mover threads. Imports kernels, staging, control/messages.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvxfer.backends.base import RemoteRegion
+from kvxfer.control.messages import Chunk as ChunkMessage
+from kvxfer.control.messages import Credit, PackedOffer
+from kvxfer.errors import BackendError, KvxferError
+from kvxfer.kernels import PreparedPlan
+from kvxfer.plan import Chunk
+from kvxfer.progress import MoverPool, ProgressThread
+from kvxfer.remote import Peer
+from kvxfer.staging import Loan
+
+SLOTS = 4  # chunks in flight that a transfer asks for
+CHUNK_BYTES = 1 << 20  # small enough that a chunk is still in cache when it is scattered
+
+
+class PackedSource:
+    """The side that gathers. `written` is called once, on the progress thread, with an error or None."""
+
+    def __init__(
+        self,
+        *,
+        progress: ProgressThread,
+        pool: MoverPool,
+        peer: Peer,
+        transfer: int,
+        stages: Sequence[PreparedPlan],
+        src_bases: np.ndarray,
+        staging: RemoteRegion,
+        offer: PackedOffer,
+        threads: int,
+        written: Callable[[KvxferError | None], None],
+    ) -> None:
+        if staging.mapped_address is None:
+            raise BackendError("the peer's staging has no address here; this backend cannot pack into it")
+        needed = max((plan.plan.largest_segment_bytes for plan in stages), default=0)
+        if offer.slots < 1 or offer.slot_bytes < needed or offer.offset < 0:
+            raise BackendError(f"the peer lends {offer.slots} slots of {offer.slot_bytes} bytes; {needed} are needed")
+        if offer.offset + offer.slots * offer.slot_bytes > staging.nbytes:
+            raise BackendError(f"the peer lends staging beyond its {staging.nbytes} bytes")
+        self._progress, self._pool, self._peer = progress, pool, peer
+        self._transfer = transfer
+        self._stages = stages
+        self._src_bases = src_bases
+        self._staging, self._offer = staging, offer
+        self._threads = threads
+        self._written: Callable[[KvxferError | None], None] | None = written
+        self._free = collections.deque(range(offer.slots))
+        self._lent: set[int] = set()  # slots that hold a chunk the peer has not given back
+        self._queue: collections.deque[tuple[int, int, Chunk]] = collections.deque()
+        self._unqueued = len(stages)
+        self._gathering = 0
+        self._stopped: KvxferError | None = None
+
+    def queue_stage(self, stage: int) -> None:
+        """The stage's bytes are there: gather it."""
+        self._unqueued -= 1
+        chunks = self._stages[stage].plan.chunks(self._offer.slot_bytes)
+        self._queue.extend((stage, index, chunk) for index, chunk in enumerate(chunks))
+        self._advance()
+
+    def credit(self, slot: int) -> None:
+        """The peer gives a slot back."""
+        if slot not in self._lent:
+            raise BackendError(f"the peer gave back slot {slot}, which it did not hold")
+        self._lent.discard(slot)
+        self._free.append(slot)
+        self._advance()
+
+    def stop(self, error: KvxferError) -> None:
+        """Gather nothing more; `written` is called when what is under way has ended."""
+        if self._stopped is None:
+            self._stopped = error
+            self._queue.clear()
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._queue and self._free and self._stopped is None:
+            self._gather(self._free.popleft(), *self._queue.popleft())
+        finished = self._stopped is not None or (not self._queue and not self._unqueued)
+        if finished and not self._gathering and self._written is not None:
+            written, self._written = self._written, None
+            written(self._stopped)
+
+    def _gather(self, slot: int, stage: int, index: int, chunk: Chunk) -> None:
+        self._gathering += 1
+        address = self._staging.mapped_address + self._offer.offset + slot * self._offer.slot_bytes
+
+        def gather() -> None:
+            self._stages[stage].gather(chunk, self._src_bases, address, threads=self._threads)
+            self._progress.call(gathered)
+
+        def gathered() -> None:
+            self._gathering -= 1
+            if self._stopped is None:
+                self._lent.add(slot)
+                self._peer.session.send(
+                    ChunkMessage(transfer=self._transfer, stage=stage, index=index, slot=slot)
+                )
+            self._advance()
+
+        self._pool.submit(gather)
+
+
+class PackedSink:
+    """The side that scatters. `complete` is called once, on the progress thread, when every chunk is in place.
+
+    `hold` and `drop` bracket every write, so that the transfer knows when nobody writes.
+    """
+
+    def __init__(
+        self,
+        *,
+        progress: ProgressThread,
+        pool: MoverPool,
+        peer: Peer,
+        transfer: int,
+        stages: Sequence[PreparedPlan],
+        dst_bases: np.ndarray,
+        staging_address: int,
+        loan: Loan,
+        threads: int,
+        hold: Callable[[], bool],
+        drop: Callable[[], None],
+        complete: Callable[[], None],
+    ) -> None:
+        self._progress, self._pool, self._peer = progress, pool, peer
+        self._transfer = transfer
+        self._stages = stages
+        self._dst_bases = dst_bases
+        self._address, self._loan = staging_address + loan.offset, loan
+        self._threads = threads
+        self._hold, self._drop, self._complete = hold, drop, complete
+        self._expected = {
+            (stage, index): chunk
+            for stage, plan in enumerate(stages)
+            for index, chunk in enumerate(plan.plan.chunks(loan.slot_bytes))
+        }
+        self._left = len(self._expected)
+        self._busy_slots: set[int] = set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a chunk is being scattered out of the staging."""
+        return bool(self._busy_slots)
+
+    def take(self, message: ChunkMessage) -> None:
+        """A chunk lies in a slot: scatter it. Raises BackendError for one that cannot be."""
+        if not 0 <= message.slot < self._loan.slots or message.slot in self._busy_slots:
+            raise BackendError(f"the peer filled staging slot {message.slot}, which is not its to fill")
+        chunk = self._expected.pop((message.stage, message.index), None)
+        if chunk is None:
+            raise BackendError(f"the peer sent chunk {message.index} of stage {message.stage}, which is not awaited")
+        if not self._hold():
+            return
+        self._busy_slots.add(message.slot)
+        address = self._address + message.slot * self._loan.slot_bytes
+
+        def scatter() -> None:
+            try:
+                self._stages[message.stage].scatter(chunk, address, self._dst_bases, threads=self._threads)
+            finally:
+                self._progress.call(scattered)
+
+        def scattered() -> None:
+            self._busy_slots.discard(message.slot)
+            self._left -= 1
+            self._peer.session.send(Credit(transfer=self._transfer, slot=message.slot))
+            if not self._left:
+                self._complete()
+            self._drop()
+
+        self._pool.submit(scatter)

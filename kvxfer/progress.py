@@ -1,0 +1,209 @@
+"""The two kinds of threads a connector owns: one that makes progress, and workers that move bytes.
+
+`ProgressThread` owns sockets and timers and runs everything that touches peers and sessions, so that state needs no
+lock. It sleeps in poll() until a socket, a timer or another thread wakes it. `MoverPool` runs kernel calls, which
+release the GIL; a thread that waits for a transfer may run its job itself.
+
+Imports pyzmq (for its poller) and nothing of kvxfer but errors.
+"""
+
+from __future__ import annotations
+
+import collections
+import heapq
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+
+from kvxfer.errors import Closed
+
+_log = logging.getLogger(__name__)
+
+
+class Timer:
+    """A call that is due at a monotonic time; `cancel` may be called from any thread."""
+
+    __slots__ = ("call", "due")
+
+    def __init__(self, due: float, call: Callable[[], None]) -> None:
+        self.due = due
+        self.call: Callable[[], None] | None = call
+
+    def cancel(self) -> None:
+        """Drop the call; does nothing when it has run."""
+        self.call = None
+
+
+class ProgressThread:
+    """One thread that polls sockets, runs posted calls, and fires timers, in that order.
+
+    Timers come last on purpose: messages that have arrived are handled before a lease is allowed to run out.
+    An exception in a call is logged and ends that call only.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: collections.deque[Callable[[], None]] = collections.deque()
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+        self._sockets: dict[zmq.Socket, Callable[[], None]] = {}
+        self._poller = zmq.Poller()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._closing = False
+        self._lock = threading.Lock()
+        self.turns = 0  # how often the thread woke up; at rest this hardly grows
+        self._thread = threading.Thread(target=self._run, name=f"kvxfer-progress-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is this thread."""
+        return threading.current_thread() is self._thread
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run `function` on this thread soon. From any thread; Closed after `close`."""
+        with self._lock:
+            if self._closing:
+                raise Closed("the connector is closed")
+            self._calls.append(function)
+        self._wake()
+
+    def call_later(self, delay_s: float, function: Callable[[], None]) -> Timer:
+        """Run `function` on this thread after `delay_s` seconds. On this thread only."""
+        timer = Timer(time.monotonic() + delay_s, function)
+        heapq.heappush(self._timers, (timer.due, next(self._order), timer))
+        return timer
+
+    def watch(self, socket: zmq.Socket, on_readable: Callable[[], None]) -> None:
+        """Call `on_readable` when the socket has messages. On this thread only."""
+        self._sockets[socket] = on_readable
+        self._poller.register(socket, zmq.POLLIN)
+
+    def unwatch(self, socket: zmq.Socket) -> None:
+        """Stop watching. On this thread only."""
+        if self._sockets.pop(socket, None) is not None:
+            self._poller.unregister(socket)
+
+    def close(self, last: Callable[[], None], timeout_s: float = 5.0) -> None:
+        """Run what was posted, then `last`, then end. Returns when the thread has ended; idempotent."""
+        with self._lock:
+            first = not self._closing
+            self._closing = True
+            if first:
+                self._calls.append(last)
+        self._wake()
+        if not self.is_current:
+            self._thread.join(timeout_s)
+
+    def _wake(self) -> None:
+        try:
+            os.eventfd_write(self._wake_fd, 1)
+        except OSError:  # the thread has ended and closed it
+            pass
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._turn()
+                if self._closing and not self._calls:
+                    return
+        finally:
+            os.close(self._wake_fd)
+
+    def _turn(self) -> None:
+        ready = dict(self._poller.poll(self._timeout_ms()))
+        self.turns += 1
+        if ready.pop(self._wake_fd, None):
+            os.eventfd_read(self._wake_fd)
+        for _ in range(len(self._calls)):
+            _guarded(self._calls.popleft())
+        for socket in ready:
+            if socket in self._sockets:  # a call may have unwatched it
+                _guarded(self._sockets[socket])
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            timer = heapq.heappop(self._timers)[2]
+            if timer.call is not None:
+                _guarded(timer.call)
+
+    def _timeout_ms(self) -> float | None:
+        if self._calls:
+            return 0
+        while self._timers and self._timers[0][2].call is None:
+            heapq.heappop(self._timers)
+        if not self._timers:
+            return None
+        # Rounded up: poll() takes whole milliseconds, and waking early would spin.
+        return max(0, int((self._timers[0][0] - time.monotonic()) * 1000) + 1)
+
+
+class Job:
+    """A call that runs exactly once, on whichever thread claims it first."""
+
+    __slots__ = ("_call", "_lock")
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call: Callable[[], None] | None = call
+        self._lock = threading.Lock()
+
+    def run(self) -> bool:
+        """Run it here unless another thread has claimed it; returns whether it ran here."""
+        with self._lock:
+            call, self._call = self._call, None
+        if call is None:
+            return False
+        _guarded(call)
+        return True
+
+
+class MoverPool:
+    """A fixed number of threads that move bytes. Idle threads sleep."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._jobs: collections.deque[Job] = collections.deque()
+        self._ready = threading.Condition()
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"kvxfer-mover-{name}-{i}", daemon=True) for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, call: Callable[[], None]) -> Job:
+        """Queue a call. From any thread. After `close` the job is never run by the pool."""
+        job = Job(call)
+        with self._ready:
+            self._jobs.append(job)
+            self._ready.notify()
+        return job
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Finish the queued jobs and end the threads; idempotent."""
+        with self._ready:
+            self._closing = True
+            self._ready.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._ready:
+                while not self._jobs:
+                    if self._closing:
+                        return
+                    self._ready.wait()
+                job = self._jobs.popleft()
+            job.run()
+
+
+def _guarded(call: Callable[[], None]) -> None:
+    try:
+        call()
+    except Exception:  # one faulty call must not stop the thread that serves everyone
+        _log.exception("unexpected error in %r", call)

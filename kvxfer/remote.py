@@ -1,0 +1,187 @@
+"""What this process knows of a peer: who it is, how to reach its memory, its caches and its lease table.
+
+A `Peer` lives as long as one session. Its caches and table are set up on the progress thread when the peer's
+description arrives, and read by any thread after.
+
+Imports control, backends and plan.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from kvxfer import kernels
+from kvxfer.backends.base import Backend, Direction, Link, RemoteRegion
+from kvxfer.control.channel import Session
+from kvxfer.control.messages import CacheInfo, Description, Message, RegionHandles
+from kvxfer.errors import BackendError, InvalidLayout, KvxferError, LeaseExpired, NoCommonBackend, PeerGone
+from kvxfer.layout import CacheLayout
+from kvxfer.lease import ENDED, HEADER_BYTES, SLOT, SLOT_BYTES
+from kvxfer.ticket import Record, Ticket
+
+_log = logging.getLogger(__name__)
+
+
+class Conversation(Protocol):
+    """One transfer's exchange of messages with a peer. Progress thread only."""
+
+    def handle(self, message: Message) -> None:
+        """A message of this transfer."""
+
+    def peer_gone(self, reason: PeerGone) -> None:
+        """The session has ended."""
+
+
+class RemoteCache:
+    """A peer's cache: its layout, its regions, and the ways in which they can be reached."""
+
+    def __init__(self, info: CacheInfo, regions: Sequence[RemoteRegion], ways: Mapping[str, str]) -> None:
+        self.name = info.name
+        self.layout: CacheLayout = info.layout
+        self.regions = tuple(regions)
+        self.ways = dict(ways)  # mapped, direct, packed: empty, or why not
+        self.mapped_bases = kernels.bases([region.mapped_address or 0 for region in regions])
+        self.remote_bases = kernels.bases([region.remote_address for region in regions])
+
+    def best_way(self, allowed: Sequence[str]) -> str:
+        """The first possible way among the allowed ones. NoCommonBackend when there is none."""
+        for way in allowed:
+            if self.ways.get(way) == "":
+                return way
+        reasons = "; ".join(f"{way}: {self.ways.get(way, 'unknown')}" for way in allowed)
+        raise NoCommonBackend(f"cache {self.name!r} of the peer cannot be reached: {reasons}")
+
+
+class RemoteTable:
+    """A peer's lease table, read one-sidedly."""
+
+    def __init__(self, link: Link, region: RemoteRegion) -> None:
+        self._link, self._region = link, region
+
+    def word_state(self, ticket: Ticket) -> bool:
+        """Whether the lease is live: True, or False when it has not been published yet.
+
+        Everything that was copied before the call was leased when the answer is True. Raises LeaseExpired.
+        """
+        word = self._word(ticket.slot)
+        if word == ticket.lease:
+            return True
+        if word & ~ENDED < ticket.lease:
+            return False
+        how = "has ended (released or expired)" if word == ticket.lease | ENDED else "ended and its slot was used again"
+        raise LeaseExpired(f"the lease of request {ticket.request_id!r} {how}; fetch earlier, or publish with more ttl_s")
+
+    def record(self, ticket: Ticket) -> Record | None:
+        """The lease's block lists, or None when they are not published yet. Raises LeaseExpired, BackendError."""
+        if not self.word_state(ticket):
+            return None
+        row = np.frombuffer(self._read(HEADER_BYTES + ticket.slot * SLOT_BYTES, SLOT_BYTES), SLOT)[0]
+        offset, nbytes = int(row["offset"]), int(row["nbytes"])
+        if nbytes == ticket.record_bytes and offset + nbytes <= self._region.nbytes:
+            record = Record.decode(self._read(offset, nbytes), ticket.digest)
+            if record is not None:
+                return record
+        self.word_state(ticket)  # the lease may have ended while its record was read
+        raise BackendError(f"the record of lease {ticket.lease} is not the one that the ticket was signed for")
+
+    def _word(self, slot: int) -> int:
+        at = HEADER_BYTES + slot * SLOT_BYTES
+        if at + SLOT_BYTES > self._region.nbytes:
+            raise BackendError(f"lease slot {slot} lies outside the peer's lease table")
+        if self._region.mapped_address is not None:
+            return kernels.load_word(self._region.mapped_address + at)
+        return int.from_bytes(self._read(at, 8), "little")
+
+    def _read(self, offset: int, nbytes: int) -> bytes:
+        if self._region.mapped_address is not None:
+            return ctypes.string_at(self._region.mapped_address + offset, nbytes)
+        target = np.empty(nbytes, np.uint8)
+        run = np.array([[target.ctypes.data, self._region.remote_address + offset, nbytes]], np.uint64)
+        operation = self._link.post(Direction.READ, run)
+        while not operation.poll():
+            pass
+        return target.tobytes()
+
+
+class Peer:
+    """One session's peer."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.identity = session.identity
+        self.conversations: dict[int, Conversation] = {}
+        self.backend = ""
+        self.link: Link | None = None
+        self.caches: dict[str, RemoteCache] = {}
+        self.table: RemoteTable | None = None
+        self.described = False
+        self.why_not: dict[str, str] = {}  # backend: why it was not possible
+
+    def describe(self, description: Description, backends: Mapping[str, Backend]) -> None:
+        """Take in what the peer has. Raises NoCommonBackend or what the layouts or handles are wrong in."""
+        if self.link is None:
+            self._connect(description, backends)
+        caches = {info.name: self._open_cache(info) for info in description.caches}
+        if description.lease_table is not None:
+            self.table = RemoteTable(self.link, self.open_region(description.lease_table))
+        self.caches = caches
+        self.described = True
+
+    def open_region(self, region: RegionHandles) -> RemoteRegion:
+        """Open one region of the peer. Raises BackendError."""
+        if self.link is None or self.backend not in region.handles:
+            raise BackendError(f"{self.identity.name} sent no handle for backend {self.backend!r}")
+        return self.link.open(region.handles[self.backend], region.nbytes)
+
+    def gone(self, reason: PeerGone) -> None:
+        """The session has ended: every conversation learns of it. The link stays, to tell whether the process lives."""
+        conversations, self.conversations = self.conversations, {}
+        for conversation in conversations.values():
+            try:
+                conversation.peer_gone(reason)
+            except KvxferError:
+                _log.exception("while ending the conversations with %s", self.identity.name)
+
+    def is_dead(self) -> bool:
+        """Whether the peer's process is known to have ended."""
+        return self.link is not None and self.link.alive() is False
+
+    def _connect(self, description: Description, backends: Mapping[str, Backend]) -> None:
+        for name, backend in backends.items():
+            if name not in description.backends:
+                self.why_not[name] = "the peer does not have it"
+                continue
+            try:
+                self.link, self.backend = backend.connect(description.backends[name]), name
+                return
+            except KvxferError as error:
+                self.why_not[name] = str(error)
+        reasons = "".join(f"\n  - {name}: {reason}" for name, reason in self.why_not.items())
+        raise NoCommonBackend(f"no backend joins this process and {self.identity.name}:{reasons}")
+
+    def _open_cache(self, info: CacheInfo) -> RemoteCache:
+        if len(info.regions) != len(info.layout.regions):
+            raise InvalidLayout(
+                f"cache {info.name!r} of {self.identity.name}: {len(info.layout.regions)} regions in the layout, "
+                f"{len(info.regions)} handles"
+            )
+        regions = []
+        for region, handles in zip(info.layout.regions, info.regions, strict=True):
+            opened = self.open_region(handles)
+            if opened.nbytes < region.nbytes:
+                raise InvalidLayout(f"region {region.name!r}: layout {region.nbytes} bytes, handle {opened.nbytes}")
+            regions.append(opened)
+        private = [r.name for r, o in zip(info.layout.regions, regions, strict=True) if o.mapped_address is None]
+        ways = {
+            "mapped": f"regions {private[:3]} lie in private memory (kvxfer.shared_empty makes shared memory)"
+            if private
+            else "",
+            "direct": "" if self.link.one_sided else self.link.why_not_one_sided,
+            "packed": "",
+        }
+        return RemoteCache(info, regions, ways)

@@ -1,0 +1,516 @@
+"""Sending: prefill writes its blocks into blocks that decode has reserved, at once or layer by layer.
+
+The sender claims the reservation, writes after it was granted, and says when it has ended. Until then, or until its
+process is known to be dead, the reserved blocks belong to it: a cancelled or expired reservation drains first.
+
+Imports node, moves, packed, plan, remote, fetch (for the fingerprint check).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvxfer import moves
+from kvxfer.backends.base import Direction
+from kvxfer.control.messages import (
+    Chunk,
+    Claim,
+    Credit,
+    Ended,
+    Grant,
+    Message,
+    PackedOffer,
+    Received,
+    Refused,
+    Stop,
+)
+from kvxfer.directory import Engine
+from kvxfer.errors import (
+    BackendError,
+    Cancelled,
+    InvalidRequest,
+    InvalidTicket,
+    KvxferError,
+    PeerGone,
+    rebuild,
+)
+from kvxfer.fetch import check_fingerprints
+from kvxfer.kernels import PreparedPlan
+from kvxfer.node import Node, new_transfer_id
+from kvxfer.packed import SLOTS, PackedSink, PackedSource
+from kvxfer.plan import check_blocks, join
+from kvxfer.remote import Peer, RemoteCache
+from kvxfer.staging import Loan
+from kvxfer.ticket import Ticket
+from kvxfer.transfer import Transfer, TransferState
+
+if TYPE_CHECKING:
+    from kvxfer.cache import Cache
+
+_log = logging.getLogger(__name__)
+
+_RETRY_S = 0.002
+
+
+class Send(Transfer):
+    """Blocks on their way into a peer's reservation. Made by `Cache.send`.
+
+    With ``layerwise=True`` nothing moves before `layer_ready` has been called for a layer; each layer moves when it is
+    ready, while later ones are still being computed.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        cache: Cache,
+        ticket: Ticket,
+        src_lists: dict[str, np.ndarray],
+        *,
+        layerwise: bool,
+        wire: str,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(node.progress, timeout_s=timeout_s, what=f"send of request {ticket.request_id!r}")
+        self._node, self._cache = node, cache
+        self._ticket, self._src_lists = ticket, src_lists
+        self._layerwise, self._wire = layerwise, wire
+        self._layers = tuple(dict.fromkeys(layer for group in cache.layout.groups for layer in group.layers))
+        self._ready: set[int] = set() if layerwise else {0}
+        self._stages: list[PreparedPlan] = []
+        self._stages_left = 0
+        self._id = new_transfer_id()
+        self._peer: Peer | None = None
+        self._remote: RemoteCache | None = None
+        self._source: PackedSource | None = None
+        self._granted = self._said_end = False
+        self.on_stop(lambda: self._node.progress.call(self._stop))
+        self.on_end(self._announce_failure)
+
+    def layer_ready(self, layer: str, event: object = None) -> None:
+        """The layer's bytes are in the cache and may move. From any thread; each layer once.
+
+        `event` is what a GPU cache must wait for; a cache in host memory takes None. Raises InvalidRequest.
+        """
+        if not self._layerwise:
+            raise InvalidRequest("layer_ready belongs to a layerwise send; pass layerwise=True to send()")
+        if layer not in self._layers:
+            raise InvalidRequest(f"unknown layer {layer!r}; the cache has {', '.join(self._layers[:8])} ...")
+        if event is not None:
+            raise InvalidRequest("a cache in host memory has no events to wait for; call layer_ready once it is written")
+        stage = self._layers.index(layer)
+        self._node.progress.call(lambda: self._mark_ready(stage))
+
+    def start(self) -> None:
+        """Queue the first attempt. Any thread."""
+        self.arm()
+        self.runs_as(self._node.pool.submit(self._run))
+
+    # --- finding the reservation (mover thread) -------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._attempt()
+        except KvxferError as error:
+            self.abort(error)
+        except Exception as error:
+            _log.exception("a send failed unexpectedly")
+            self.abort(BackendError(f"unexpected {type(error).__name__}: {error}"))
+
+    def _attempt(self) -> None:
+        if self.done() or self.stopping:
+            return
+        ticket = self._ticket
+        engine = self._node.directory.find(ticket)
+        if engine is None:
+            self.waits_for(f"engine {ticket.engine!r} at {ticket.endpoint}")
+            self._node.progress.call(
+                lambda: self._node.directory.look_up(ticket, lambda _: self.start(), self.abort)
+            )
+            return
+        peer, remote = self._receiver(engine)
+        record = peer.table.record(ticket)
+        if record is None:
+            self.waits_for("the reservation to be published")
+            self._node.progress.call(lambda: self._node.progress.call_later(_RETRY_S, self.start))
+            return
+        dst_lists = check_blocks(remote.layout, record.lists(), tokens=ticket.tokens, role="destination")
+        self._stages = plan_stages(self._cache, remote, self._src_lists, dst_lists, ticket, self._layerwise)
+        self._stages_left = len(self._stages)
+        self._peer, self._remote = peer, remote
+        way = remote.best_way(self._node.ways)
+        plans = [stage.plan for stage in self._stages]
+        self.count(
+            backend=peer.backend,
+            way=way,
+            wire=self._wire,
+            bytes=sum(plan.nbytes for plan in plans),
+            wire_bytes=sum(plan.wire_bytes if way == "packed" else plan.nbytes for plan in plans),
+            copies=sum(plan.copies for plan in plans),
+            peers=1,
+            conversation=True,
+        )
+        self._node.progress.call(lambda: self._claim(way))
+
+    def _receiver(self, engine: Engine) -> tuple[Peer, RemoteCache]:
+        """The rank of the other engine that this rank sends to: ranks are paired one to one."""
+        ranks = sorted(engine.peers)
+        if len(ranks) != self._node.ranks:
+            raise InvalidRequest(
+                f"send pairs ranks one to one: this engine has {self._node.ranks}, {self._ticket.engine!r} has "
+                f"{len(ranks)}; use publish and fetch between unequal engines"
+            )
+        peer = engine.peers[ranks[self._node.identity.rank]]
+        if peer.is_dead():
+            raise PeerGone(f"the process of {peer.identity.name} has ended")
+        remote = peer.caches.get(self._ticket.cache)
+        if remote is None or peer.table is None:
+            raise InvalidTicket(f"{peer.identity.name} has no cache {self._ticket.cache!r}")
+        check_fingerprints(self._cache, remote, self._ticket)
+        return peer, remote
+
+    # --- the conversation (progress thread) -----------------------------------------------------------------
+
+    def _claim(self, way: str) -> None:
+        if self.done() or self.stopping:
+            return
+        self._peer.conversations[self._id] = self
+        self.waits_for(f"{self._peer.identity.name} to grant the reservation")
+        self._peer.session.send(
+            Claim(
+                transfer=self._id,
+                slot=self._ticket.slot,
+                lease=self._ticket.lease,
+                cache=self._ticket.cache,
+                from_cache=self._cache.name,
+                layerwise=self._layerwise,
+                way=way,
+                wire=self._wire,
+                blocks={name: len(ids) for name, ids in self._src_lists.items()},
+            )
+        )
+
+    def handle(self, message: Message) -> None:
+        """A message of this transfer."""
+        try:
+            if isinstance(message, Grant):
+                self._write(message)
+            elif isinstance(message, Credit) and self._source is not None:
+                self._source.credit(message.slot)
+            elif isinstance(message, Stop):
+                self.abort(Cancelled(f"{self._peer.identity.name} cancelled its reservation, or it ran out"))
+            elif isinstance(message, Refused):
+                self._said_end = True
+                self.abort(rebuild(message.error, message.reason))
+            elif isinstance(message, Received):
+                self.succeed()
+        except KvxferError as error:
+            self.abort(error)
+
+    def peer_gone(self, reason: PeerGone) -> None:
+        """The session has ended."""
+        self._said_end = True
+        self.abort(reason)
+
+    def _write(self, grant: Grant) -> None:
+        if self._granted or not self.begin():
+            return
+        self._granted = True
+        self.waits_for(f"{self._peer.identity.name} to have received everything")
+        if self.stats.way == "packed":
+            if grant.offer is None:
+                raise BackendError(f"{self._peer.identity.name} lends no staging for a packed transfer")
+            if not self.hold():
+                return
+            self._source = PackedSource(
+                progress=self._node.progress,
+                pool=self._node.pool,
+                peer=self._peer,
+                transfer=self._id,
+                stages=self._stages,
+                src_bases=self._cache.bases,
+                staging=self._peer.open_region(grant.offer.staging),
+                offer=grant.offer,
+                threads=self._node.limits.copy_threads,
+                written=self._packed_written,
+            )
+        ready, self._ready = self._ready, set()
+        for stage in sorted(ready):
+            self._mark_ready(stage)
+
+    def _mark_ready(self, stage: int) -> None:
+        if not self._granted:
+            self._ready.add(stage)
+        elif stage in self._ready:
+            self.abort(InvalidRequest(f"layer {self._layers[stage]!r} was reported ready twice"))
+        elif self._source is not None:
+            self._ready.add(stage)
+            self._source.queue_stage(stage)
+        else:
+            self._ready.add(stage)
+            self._node.pool.submit(lambda: self._move(stage))
+
+    def _move(self, stage: int) -> None:
+        if not self.hold():
+            return
+        try:
+            plan, src, remote = self._stages[stage], self._cache.bases, self._remote
+            if self.stats.way == "mapped":
+                threads = self._node.limits.copy_threads
+                moved = moves.move_mapped(plan, src, remote.mapped_bases, self, threads=threads)
+            else:
+                moved = moves.move_direct(plan, self._peer.link, Direction.WRITE, src, remote.remote_bases, self)
+            if moved:
+                self._node.progress.call(self._stage_moved)
+        except KvxferError as error:
+            self.abort(error)
+        finally:
+            self.drop()
+
+    def _stage_moved(self) -> None:
+        self._stages_left -= 1
+        if not self._stages_left and not self.stopping and not self.done():
+            self._say_end(None)
+
+    def _packed_written(self, error: KvxferError | None) -> None:
+        if error is None:
+            self._say_end(None)
+        self.drop()
+
+    def _stop(self) -> None:
+        if self._source is not None:
+            self._source.stop(Cancelled("stopped"))
+
+    def _announce_failure(self) -> None:
+        """The transfer has ended, and so drained: if it ended badly, the receiver must know that nobody writes."""
+        if self._peer is not None:
+            error = self.error
+            self._node.progress.call(lambda: self._say_end(error) if error else None)
+            self._node.progress.call(lambda: self._peer.conversations.pop(self._id, None))
+
+    def _say_end(self, error: KvxferError | None) -> None:
+        if not self._said_end and self._id in self._peer.conversations:
+            self._said_end = True
+            name, reason = (type(error).__name__, str(error)) if error else ("", "")
+            self._peer.session.send(Ended(transfer=self._id, error=name, reason=reason))
+
+
+def plan_stages(
+    src_cache: Cache,
+    remote: RemoteCache,
+    src_lists: dict[str, np.ndarray],
+    dst_lists: dict[str, np.ndarray],
+    ticket: Ticket,
+    layerwise: bool,
+) -> list[PreparedPlan]:
+    """One plan for everything, or one a layer in the source layout's order."""
+    joined = join([src_cache.layout], remote.layout)[0]
+    layers: Sequence[str | None] = [None]
+    if layerwise:
+        layers = tuple(dict.fromkeys(layer for group in src_cache.layout.groups for layer in group.layers))
+    return [
+        PreparedPlan(joined.plan_checked(src_lists, dst_lists, tokens=ticket.tokens, layer=layer)) for layer in layers
+    ]
+
+
+class Reservation(Transfer):
+    """Blocks that a sender may fill. Made by `Cache.reserve`.
+
+    It is a transfer: `done()` means that the blocks are the engine's again, filled if `result()` does not raise. A
+    reservation that was cancelled, or ran out of time, ends only when its sender has said that it writes no more, or
+    its process is known to be dead.
+    """
+
+    def __init__(self, node: Node, cache: Cache, ticket: Ticket, dst_lists: dict[str, np.ndarray]) -> None:
+        super().__init__(
+            node.progress, timeout_s=ticket.ttl_s, what=f"reservation of request {ticket.request_id!r}"
+        )
+        self.ticket = ticket
+        self.cache = cache
+        self.claimed = False
+        self._node, self._lists = node, dst_lists
+        self.waits_for("a sender")
+
+    def claim(self, peer: Peer, message: Claim) -> None:
+        """A sender asks for the right to write. Progress thread. Raises what it is refused for."""
+        if self.claimed or self.state is not TransferState.POSTED:
+            raise InvalidTicket(f"the reservation of request {self.ticket.request_id!r} was claimed before")
+        remote = peer.caches.get(message.from_cache)
+        if remote is None:
+            raise InvalidTicket(f"{peer.identity.name} has no cache {message.from_cache!r}")
+        check_fingerprints(self.cache, remote, self.ticket)
+        if message.way not in ("mapped", "direct", "packed"):
+            raise InvalidRequest(f"unknown way {message.way!r}")
+        self.claimed = True
+        receive = _Receive(self, self._node, self.cache, peer, message)
+        peer.conversations[message.transfer] = receive
+        try:
+            receive.grant(remote, self._lists)
+        except KvxferError:
+            self.claimed = False
+            del peer.conversations[message.transfer]
+            raise
+
+
+class _Receive:
+    """A granted reservation: the sender's conversation on the receiving side. Progress thread only."""
+
+    def __init__(self, reservation: Reservation, node: Node, cache: Cache, peer: Peer, claim: Claim) -> None:
+        self._reservation, self._node, self._cache, self._peer = reservation, node, cache, peer
+        self._claim = claim
+        self._id = claim.transfer
+        self._sink: PackedSink | None = None
+        self._loan: Loan | None = None
+        self._line: object = None
+        self._writing = False  # the sender may be writing: it counts as a writer of the reservation
+        self._written = self._complete = False
+        reservation.on_stop(lambda: node.progress.call(self._stop))
+
+    def grant(self, remote: RemoteCache, dst_lists: dict[str, np.ndarray]) -> None:
+        """Give the right to write, with staging where the bytes come packed. Raises what it is refused for."""
+        claim, ticket = self._claim, self._reservation.ticket
+        self._reservation.waits_for(f"the bytes from {self._peer.identity.name}")
+        if claim.way != "packed":
+            self._complete = True
+            self._count(claim.way, 0, 0)
+            self._begin(None)
+            return
+        counts = {group.name: claim.blocks.get(group.name, 0) for group in remote.layout.groups}
+        src_lists = stand_ins(remote, counts, ticket.tokens)
+        joined = join([remote.layout], self._cache.layout)[0]
+        layers: Sequence[str | None] = [None]
+        if claim.layerwise:
+            layers = tuple(dict.fromkeys(layer for group in remote.layout.groups for layer in group.layers))
+        stages = [
+            PreparedPlan(joined.plan_checked(src_lists, dst_lists, tokens=ticket.tokens, layer=layer))
+            for layer in layers
+        ]
+        self._complete = not any(stage.plan.parts for stage in stages)
+        self._count("packed", sum(s.plan.nbytes for s in stages), sum(s.plan.wire_bytes for s in stages))
+        needed = max(stage.plan.largest_segment_bytes for stage in stages)
+        self._line = self._node.staging.borrow(
+            max(self._node.limits.chunk_bytes, needed),
+            SLOTS,
+            lambda loan: self._node.progress.call(lambda: self._lend(stages, loan)),
+        )
+
+    def _count(self, way: str, nbytes: int, wire_bytes: int) -> None:
+        self._reservation.count(
+            backend=self._peer.backend, way=way, wire=self._claim.wire, bytes=nbytes, wire_bytes=wire_bytes, peers=1,
+            conversation=True,
+        )
+
+    def _lend(self, stages: list[PreparedPlan], loan: Loan) -> None:
+        if self._reservation.done() or self._reservation.stopping:
+            self._node.staging.give_back(loan)
+            return
+        self._loan = loan
+        self._sink = PackedSink(
+            progress=self._node.progress,
+            pool=self._node.pool,
+            peer=self._peer,
+            transfer=self._id,
+            stages=stages,
+            dst_bases=self._cache.bases,
+            staging_address=self._node.staging.memory.address,
+            loan=loan,
+            threads=self._node.limits.copy_threads,
+            hold=self._reservation.hold,
+            drop=self._dropped,
+            complete=self._completed,
+        )
+        self._begin(
+            PackedOffer(
+                staging=self._node.staging_handles,
+                offset=loan.offset,
+                slot_bytes=loan.slot_bytes,
+                slots=loan.slots,
+                wire=self._claim.wire,
+            )
+        )
+
+    def _begin(self, offer: PackedOffer | None) -> None:
+        if self._reservation.begin() and self._reservation.hold():
+            self._writing = True
+            self._peer.session.send(Grant(transfer=self._id, offer=offer))
+
+    def handle(self, message: Message) -> None:
+        """A message of the sender."""
+        try:
+            if isinstance(message, Chunk) and self._sink is not None:
+                self._sink.take(message)
+            elif isinstance(message, Ended):
+                self._ended(message)
+        except KvxferError as error:
+            self._reservation.abort(error)
+
+    def peer_gone(self, reason: PeerGone) -> None:
+        """The session has ended: the blocks stay reserved until the sender is known to write no more."""
+        if self._written:
+            return
+        self._reservation.abort(reason)
+        self._node.when_dead(self._peer, self._sender_stopped)
+
+    def _ended(self, message: Ended) -> None:
+        if message.error:
+            self._reservation.abort(rebuild(message.error, message.reason))
+        elif not self._reservation.stopping:
+            self._written = True
+            self._finish()
+            return
+        self._sender_stopped()
+
+    def _completed(self) -> None:
+        self._complete = True
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._written and self._complete and self._reservation.succeed():
+            self._peer.session.send(Received(transfer=self._id))
+            self._sender_stopped()
+        elif self._written and self._reservation.stopping:
+            self._sender_stopped()
+
+    def _stop(self) -> None:
+        """The reservation was aborted."""
+        if self._writing and not self._written:
+            self._peer.session.send(Stop(transfer=self._id))
+            return
+        if self._line is not None and self._loan is None:
+            self._node.staging.forget(self._line)
+        error = self._reservation.error
+        self._peer.session.send(Refused(transfer=self._id, error=type(error).__name__, reason=str(error)))
+        self._sender_stopped()
+
+    def _sender_stopped(self) -> None:
+        """The sender writes no more: drop its hold, and return the staging once nothing is being scattered."""
+        self._peer.conversations.pop(self._id, None)
+        if self._writing:
+            self._writing = False
+            self._reservation.drop()
+        self._give_back()
+
+    def _dropped(self) -> None:
+        self._reservation.drop()
+        if not self._writing:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if self._loan is not None and not self._sink.busy:
+            loan, self._loan = self._loan, None
+            self._node.staging.give_back(loan)
+
+
+def stand_ins(remote: RemoteCache, counts: dict[str, int], tokens: int) -> dict[str, np.ndarray]:
+    """Block lists of the right lengths for the side whose ids are not needed. Raises InvalidRequest."""
+    lists = {}
+    for group in remote.layout.groups:
+        count = counts.get(group.name, 0)
+        if not 0 <= count <= group.blocks_for(tokens):
+            raise InvalidRequest(f"group {group.name!r}: {count} blocks for {tokens} tokens cannot be")
+        lists[group.name] = np.zeros(count, np.int32)
+    return lists
+

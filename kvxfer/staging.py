@@ -1,0 +1,113 @@
+"""A bounded ring of staging buffers, lent to transfers slot by slot, with back-pressure.
+
+A transfer asks for slots and waits in line until it gets them; it never holds some while it waits for more, so
+transfers cannot block each other. A slot that a peer may still be writing into stays lent until the peer has said that
+it stopped, or is known to be dead.
+
+Imports base.py (for the registered memory) and errors. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvxfer.backends.base import Registration
+from kvxfer.errors import BufferTooSmall
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loan:
+    """`slots` neighbouring buffers of `slot_bytes`, from byte `offset` of the ring's memory."""
+
+    offset: int
+    slot_bytes: int
+    slots: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole loan."""
+        return self.slot_bytes * self.slots
+
+
+class StagingRing:
+    """Staging memory in one registered piece."""
+
+    def __init__(self, memory: Registration, unit_bytes: int) -> None:
+        """`unit_bytes` is the granularity of loans; the memory's size is a multiple of it."""
+        self.memory = memory
+        self.nbytes = memory.nbytes
+        self._unit = unit_bytes
+        self._free = [True] * (memory.nbytes // unit_bytes)
+        self._waiting: collections.deque[tuple[int, int, Callable[[Loan], None], object]] = collections.deque()
+        self._lock = threading.Lock()
+
+    def borrow(self, slot_bytes: int, slots: int, granted: Callable[[Loan], None]) -> object:
+        """Lend `slots` buffers of at least `slot_bytes`, or fewer (at least one) where the ring is small.
+
+        Calls `granted` at once, or later on the thread that gives buffers back. Returns a key for `forget`.
+        Raises BufferTooSmall when even one buffer does not fit the whole ring.
+        """
+        size = -(-slot_bytes // self._unit) * self._unit
+        if size > self.nbytes:
+            raise BufferTooSmall(
+                f"one chunk needs a staging buffer of {size} bytes, the ring has {self.nbytes} in all: raise "
+                f"staging_bytes to {size} or more"
+            )
+        key = object()
+        with self._lock:
+            self._waiting.append((size, max(1, min(slots, self.nbytes // size)), granted, key))
+        self._lend()
+        return key
+
+    def forget(self, key: object) -> None:
+        """Leave the line; does nothing once granted."""
+        with self._lock:
+            self._waiting = collections.deque(entry for entry in self._waiting if entry[3] is not key)
+        self._lend()
+
+    def give_back(self, loan: Loan) -> None:
+        """The buffers may be lent again."""
+        with self._lock:
+            first = loan.offset // self._unit
+            for index in range(first, first + loan.nbytes // self._unit):
+                self._free[index] = True
+        self._lend()
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes that are lent now."""
+        with self._lock:
+            return self._unit * self._free.count(False)
+
+    @property
+    def waiting(self) -> int:
+        """Transfers in line."""
+        with self._lock:
+            return len(self._waiting)
+
+    def _lend(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    return
+                size, slots, granted, _ = self._waiting[0]
+                loan = self._find(size, slots)
+                if loan is None:
+                    return
+                self._waiting.popleft()
+            granted(loan)
+
+    def _find(self, slot_bytes: int, slots: int) -> Loan | None:
+        """The first run of free units that holds the most slots, down to one."""
+        for count in range(slots, 0, -1):
+            needed, run = slot_bytes * count // self._unit, 0
+            for index, free in enumerate(self._free):
+                run = run + 1 if free else 0
+                if run == needed:
+                    first = index - needed + 1
+                    self._free[first : index + 1] = [False] * needed
+                    return Loan(offset=first * self._unit, slot_bytes=slot_bytes, slots=count)
+        return None

@@ -1,0 +1,305 @@
+"""The completion handle of a transfer: its states, deadline, callbacks and statistics.
+
+A transfer ends exactly once, as done, failed or cancelled, and not before the last byte that it may still write has
+been written: whoever sees `done()` may use or reuse the blocks. `TRANSITIONS` is the whole state machine.
+
+Imports errors and progress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvxfer.errors import Cancelled, Closed, DeadlineExceeded, InvalidRequest, KvxferError
+from kvxfer.progress import Job, ProgressThread
+
+_FOREVER_S = threading.TIMEOUT_MAX
+
+
+class TransferState(enum.Enum):
+    """Where a transfer stands."""
+
+    POSTED = "posted"  # waiting for a peer, a lease, staging or a sender; nothing has been written
+    MOVING = "moving"  # bytes are being written
+    CANCELLING = "cancelling"  # it will fail; bytes may still be written
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+TRANSITIONS: dict[TransferState, frozenset[TransferState]] = {
+    TransferState.POSTED: frozenset({TransferState.MOVING, TransferState.CANCELLING}),
+    TransferState.MOVING: frozenset({TransferState.DONE, TransferState.CANCELLING}),
+    TransferState.CANCELLING: frozenset({TransferState.FAILED, TransferState.CANCELLED}),
+    TransferState.DONE: frozenset(),
+    TransferState.FAILED: frozenset(),
+    TransferState.CANCELLED: frozenset(),
+}
+ENDED = frozenset(state for state, following in TRANSITIONS.items() if not following)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferStats:
+    """What a transfer did. Times in seconds; bytes are of cache, `wire_bytes` what crossed between processes."""
+
+    backend: str = ""
+    way: str = ""  # mapped, direct or packed
+    wire: str = "raw"
+    bytes: int = 0
+    wire_bytes: int = 0
+    copies: int = 0  # what an engine would have posted one by one
+    peers: int = 0
+    conversation: bool = False  # whether the peer's Python took part
+    seconds: float = 0.0  # from the call to the end
+    posted_s: float = 0.0  # of these, before the first byte moved
+
+    @property
+    def gigabytes_per_s(self) -> float:
+        """Bytes of cache over the whole time, in 1e9 bytes a second."""
+        return self.bytes / self.seconds / 1e9 if self.seconds else 0.0
+
+
+class Transfer:
+    """A transfer under way. Methods may be called from any thread.
+
+    Callbacks run on the connector's progress thread: keep them short, and hand real work to a thread of your own.
+    """
+
+    def __init__(self, progress: ProgressThread, *, timeout_s: float, what: str) -> None:
+        if not timeout_s > 0:
+            raise InvalidRequest(f"timeout_s must be positive, got {timeout_s}")
+        self._progress = progress
+        self._what = what
+        self._timeout_s = timeout_s
+        self._ended = threading.Condition()
+        self._state = TransferState.POSTED
+        self._error: KvxferError | None = None
+        self._callbacks: list[Callable[[Transfer], None]] = []
+        self._endings: list[Callable[[], None]] = []
+        self._writers = 0
+        self._armed = False
+        self._waiting_for = ""
+        self._job: Job | None = None
+        self._stats = TransferStats()
+        self._started = time.monotonic()
+        self._stop: Callable[[], None] = lambda: None
+
+    # --- what a user calls ----------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> TransferState:
+        """The present state."""
+        return self._state
+
+    @property
+    def stats(self) -> TransferStats:
+        """Statistics; complete once the transfer has ended."""
+        return self._stats
+
+    def done(self) -> bool:
+        """Whether it has ended, in whatever way. The blocks are then no longer written to."""
+        if self._state not in ENDED and self.remaining_s <= 0:
+            self._expire()
+        return self._state in ENDED
+
+    def wait(self, timeout_s: float | None = None) -> TransferStats:
+        """Wait for the end and return the statistics, or raise what went wrong.
+
+        Raises DeadlineExceeded when `timeout_s` passes first; the transfer then goes on until its own deadline.
+        Never waits much beyond that deadline. The waiting thread may move the bytes itself.
+        """
+        if self._progress.is_current:
+            raise InvalidRequest("wait() was called on the progress thread (in a callback), which it would block")
+        job = self._job
+        if job is not None:
+            job.run()
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self.done():
+            left = self.remaining_s if self.remaining_s > 0 else None  # past its deadline it only drains
+            if until is not None:
+                left = min(until - time.monotonic(), left or _FOREVER_S)
+                if left <= 0:
+                    raise DeadlineExceeded(
+                        f"{self._what} has not ended within {timeout_s:g} s; it is {self._state.value}"
+                    )
+            with self._ended:
+                self._ended.wait_for(lambda: self._state in ENDED, left)
+        return self.result()
+
+    def result(self) -> TransferStats:
+        """The statistics of an ended transfer, or its error raised. InvalidRequest while it is under way."""
+        if not self.done():
+            raise InvalidRequest(f"{self._what} is still {self._state.value}; wait for it first")
+        if self._error is not None:
+            raise self._error
+        return self._stats
+
+    def exception(self) -> KvxferError | None:
+        """The error of a transfer that ended badly, else None."""
+        return self._error if self.done() else None
+
+    def cancel(self) -> None:
+        """Ask it to end. It has ended once `done()`, which may be a moment later: what is being written drains."""
+        self.abort(Cancelled(f"{self._what} was cancelled"))
+
+    def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
+        """Call ``callback(transfer)`` on the progress thread once it has ended, also when it has already."""
+        with self._ended:
+            waiting = self._state not in ENDED
+            if waiting:
+                self._callbacks.append(callback)
+        if waiting:
+            self.arm()
+        else:
+            self._call_back(callback)
+
+    def __await__(self) -> Generator[Any, None, TransferStats]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+
+        def wake(_: Transfer) -> None:
+            try:
+                loop.call_soon_threadsafe(lambda: future.done() or future.set_result(None))
+            except RuntimeError:  # the loop has been closed; nobody waits
+                pass
+
+        self.add_done_callback(wake)
+        yield from future
+        return self.result()
+
+    def wait_on(self, stream: object) -> None:
+        """Make a CUDA stream wait for the transfer. Host caches have none: InvalidRequest."""
+        raise InvalidRequest("wait_on needs a cache in GPU memory; for a cache in host memory use wait()")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._what}: {self._state.value}>"
+
+    # --- what the library calls -----------------------------------------------------------------------------
+
+    @property
+    def error(self) -> KvxferError | None:
+        """Why it ended or is about to end badly."""
+        return self._error
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds to the transfer's own deadline."""
+        return self._started + self._timeout_s - time.monotonic()
+
+    def arm(self) -> None:
+        """Have the progress thread end the transfer at its deadline, for callers that neither wait nor poll."""
+        with self._ended:
+            armed, self._armed = self._armed, True
+        if not armed:
+            self._progress.call(lambda: self._progress.call_later(max(0.0, self.remaining_s), self._expire))
+
+    def _expire(self) -> None:
+        self.abort(
+            DeadlineExceeded(
+                f"{self._what} ran past its deadline of {self._timeout_s:g} s while {self._state.value}{self._waiting_for}"
+            )
+        )
+
+    def waits_for(self, what: str) -> None:
+        """Say what a posted transfer is waiting for; stands in the message when its deadline passes."""
+        self._waiting_for = f", waiting for {what}" if what else ""
+
+    @property
+    def stopping(self) -> bool:
+        """Whether whoever moves bytes should stop at the next chance."""
+        return self._state is TransferState.CANCELLING
+
+    def on_stop(self, stop: Callable[[], None]) -> None:
+        """What to call, once, on the thread that aborts, when bytes may still be under way elsewhere."""
+        self._stop = stop
+
+    def on_end(self, call: Callable[[], None]) -> None:
+        """What to call, once, on the thread that ends the transfer. Only before it is under way."""
+        self._endings.append(call)
+
+    def runs_as(self, job: Job | None) -> None:
+        """The job that a waiting thread may run itself."""
+        self._job = job
+
+    def begin(self) -> bool:
+        """From posted to moving: the first byte is about to be written. False when it must not."""
+        with self._ended:
+            if self._state is not TransferState.POSTED:
+                return False
+            self._move_to(TransferState.MOVING)
+            self._stats = replace(self._stats, posted_s=time.monotonic() - self._started)
+            return True
+
+    def hold(self) -> bool:
+        """Somebody is about to write. False when nobody may start any more. Pair with `drop`."""
+        with self._ended:
+            if self._state not in (TransferState.POSTED, TransferState.MOVING):
+                return False
+            self._writers += 1
+            return True
+
+    def drop(self) -> None:
+        """One that held writes no more."""
+        with self._ended:
+            self._writers -= 1
+        self._end_if_drained()
+
+    def count(self, **changes: object) -> None:
+        """Put numbers into the statistics."""
+        with self._ended:
+            self._stats = replace(self._stats, **changes)
+
+    def succeed(self) -> bool:
+        """From moving to done. False when it was aborted before."""
+        with self._ended:
+            if self._state is not TransferState.MOVING:
+                return False
+            self._move_to(TransferState.DONE)
+        self._announce()
+        return True
+
+    def abort(self, error: KvxferError) -> None:
+        """Fail with `error`: at once when nobody writes, else when the last writer has dropped. Idempotent."""
+        with self._ended:
+            if self._state not in (TransferState.POSTED, TransferState.MOVING):
+                return
+            self._error = error
+            self._move_to(TransferState.CANCELLING)
+        self._stop()
+        self._end_if_drained()
+
+    def _end_if_drained(self) -> None:
+        with self._ended:
+            if self._state is not TransferState.CANCELLING or self._writers:
+                return
+            cancelled = isinstance(self._error, Cancelled)
+            self._move_to(TransferState.CANCELLED if cancelled else TransferState.FAILED)
+        self._announce()
+
+    def _move_to(self, state: TransferState) -> None:
+        assert state in TRANSITIONS[self._state], (self._state, state)
+        self._state = state
+        if state in ENDED:
+            self._stats = replace(self._stats, seconds=time.monotonic() - self._started)
+
+    def _announce(self) -> None:
+        with self._ended:
+            callbacks, self._callbacks = self._callbacks, []
+            endings, self._endings = self._endings, []
+            self._ended.notify_all()
+        for ending in endings:
+            ending()
+        for callback in callbacks:
+            self._call_back(callback)
+
+    def _call_back(self, callback: Callable[[Transfer], None]) -> None:
+        try:
+            self._progress.call(lambda: callback(self))
+        except Closed:
+            callback(self)  # the connector is closing and its thread takes no more calls
