@@ -287,6 +287,7 @@ class _PullConversation:
             hold=self._fetch.hold,
             drop=self._dropped,
             complete=self._completed,
+            advance=self._fetch.advance,
         )
         self._peer.conversations[self._id] = self
         self._asked = True

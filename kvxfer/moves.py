@@ -28,6 +28,7 @@ def move_mapped(
         if transfer.stopping or transfer.done():
             return False
         plan.copy(chunk, src_bases, dst_bases, threads=threads)
+        transfer.advance(chunk.wire_bytes)
     return True
 
 
@@ -54,4 +55,5 @@ def move_direct(
         operation = link.post(direction, piece)
         while not operation.poll():
             time.sleep(_POLL_S)
+        transfer.advance(int(piece[:, 2].sum()))
     return True

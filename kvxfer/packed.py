@@ -119,7 +119,7 @@ class PackedSource:
 class PackedSink:
     """The side that scatters. `complete` is called once, on the progress thread, when every chunk is in place.
 
-    `hold` and `drop` bracket every write, so that the transfer knows when nobody writes.
+    `hold` and `drop` bracket every write, so that the transfer knows when nobody writes; `advance` counts bytes.
     """
 
     def __init__(
@@ -137,9 +137,11 @@ class PackedSink:
         hold: Callable[[], bool],
         drop: Callable[[], None],
         complete: Callable[[], None],
+        advance: Callable[[int], None],
     ) -> None:
         self._progress, self._pool, self._peer = progress, pool, peer
         self._transfer = transfer
+        self._advance = advance
         self._stages = stages
         self._dst_bases = dst_bases
         self._address, self._loan = staging_address + loan.offset, loan
@@ -178,6 +180,7 @@ class PackedSink:
 
         def scattered() -> None:
             self._busy_slots.discard(message.slot)
+            self._advance(chunk.wire_bytes)
             self._left -= 1
             self._peer.session.send(Credit(transfer=self._transfer, slot=message.slot))
             if not self._left:

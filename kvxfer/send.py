@@ -421,6 +421,7 @@ class _Receive:
             hold=self._reservation.hold,
             drop=self._dropped,
             complete=self._completed,
+            advance=self._reservation.advance,
         )
         self._begin(
             PackedOffer(

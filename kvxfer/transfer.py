@@ -87,6 +87,7 @@ class Transfer:
         self._waiting_for = ""
         self._job: Job | None = None
         self._stats = TransferStats()
+        self._moved_bytes = 0
         self._started = time.monotonic()
         self._stop: Callable[[], None] = lambda: None
 
@@ -101,6 +102,13 @@ class Transfer:
     def stats(self) -> TransferStats:
         """Statistics; complete once the transfer has ended."""
         return self._stats
+
+    @property
+    def progress(self) -> float:
+        """Share of the bytes that have moved, 0 to 1; grows in steps of a few MiB."""
+        if self._state is TransferState.DONE:
+            return 1.0
+        return min(1.0, self._moved_bytes / self._stats.bytes) if self._stats.bytes else 0.0
 
     def done(self) -> bool:
         """Whether it has ended, in whatever way. The blocks are then no longer written to."""
@@ -249,6 +257,11 @@ class Transfer:
         with self._ended:
             self._writers -= 1
         self._end_if_drained()
+
+    def advance(self, nbytes: int) -> None:
+        """That many bytes more are in place."""
+        with self._ended:
+            self._moved_bytes += nbytes
 
     def count(self, **changes: object) -> None:
         """Put numbers into the statistics."""

@@ -7,12 +7,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
+import numpy as np
+
 import kvxfer
 
 from .checkpoint import Checkpoint, find_checkpoint
 from .engine import Engine, Sequence
 from .kv_layout import GROUP, kv_layout
-from .messages import Channel, ChannelClosed, Decoded, DecodeRequest, Failed
+from .messages import Channel, ChannelClosed, Decoded, DecodeRequest, Failed, Generated, WorkerOptions
 from .model import Llama
 from .paged_cache import OutOfBlocks
 
@@ -35,6 +37,7 @@ class Running:
 
     request_id: str
     transfer: kvxfer.Transfer
+    verified: bool
     remaining: Iterator[int]
     tokens: list[int] = field(default_factory=list)
 
@@ -46,9 +49,10 @@ class DecodeWorker:
     arrive.
     """
 
-    def __init__(self, engine: Engine, connector: kvxfer.Connector) -> None:
-        """Registers the engine's cache, which must outlive the connector."""
+    def __init__(self, engine: Engine, connector: kvxfer.Connector, wire: str = "raw") -> None:
+        """Registers the engine's cache, which must outlive the connector. `wire` is how bytes travel."""
         self._engine = engine
+        self._wire = wire
         self._kv = connector.register(engine.cache.layers, kv_layout(engine.cache, engine.model.config))
         self._fetching: list[Fetching] = []
         self._running: list[Running] = []
@@ -67,23 +71,23 @@ class DecodeWorker:
         sequence = self._engine.adopt(prefilled.prompt_tokens, prefilled.first_token)
         try:
             transfer = self._kv.fetch(
-                prefilled.ticket, into={GROUP: sequence.block_table}, wire="raw", timeout_s=FETCH_TIMEOUT_S
+                prefilled.ticket, into={GROUP: sequence.block_table}, wire=self._wire, timeout_s=FETCH_TIMEOUT_S
             )
         except kvxfer.KvxferError:
             self._engine.free(sequence)
             raise
         self._fetching.append(Fetching(request, sequence, transfer))
 
-    def step(self) -> list[Decoded | Failed]:
-        """Let in what has arrived, generate a token for each running request, return what has ended."""
-        ended: list[Decoded | Failed] = []
+    def step(self) -> list[Generated | Decoded | Failed]:
+        """Let in what has arrived, generate a token for each running request; return tokens and what has ended."""
+        news: list[Generated | Decoded | Failed] = []
         for fetching in list(self._fetching):
             # With nothing to generate there is nothing better to do than to wait.
             if fetching.transfer.done() or not self._running:
-                ended += self._finish_fetch(fetching)
+                news += self._finish_fetch(fetching)
         for running in list(self._running):
-            ended += self._generate(running)
-        return ended
+            news += self._generate(running)
+        return news
 
     def _finish_fetch(self, fetching: Fetching) -> list[Failed]:
         """Start to generate, or free the blocks.
@@ -98,13 +102,16 @@ class DecodeWorker:
         except kvxfer.KvxferError as error:
             self._engine.free(sequence)
             return [Failed(request_id=request_id, reason=str(error))]
-        self._running.append(Running(request_id, transfer, self._engine.decode(sequence, request.max_tokens)))
+        arrived = self._engine.cache.checksum(sequence.block_table, sequence.cached_tokens)
+        verified = arrived == request.prefilled.checksum
+        tokens = self._engine.decode(sequence, request.max_tokens)
+        self._running.append(Running(request_id, transfer, verified, tokens))
         return []
 
-    def _generate(self, running: Running) -> list[Decoded | Failed]:
+    def _generate(self, running: Running) -> list[Generated | Decoded | Failed]:
         """Generate one token, or end the request."""
         try:
-            running.tokens.append(next(running.remaining))
+            token = next(running.remaining)
         except StopIteration:
             self._running.remove(running)
             stats = running.transfer.stats
@@ -116,12 +123,15 @@ class DecodeWorker:
                     fetch_seconds=stats.seconds,
                     backend=stats.backend,
                     way=stats.way,
+                    wire=stats.wire,
+                    verified=running.verified,
                 )
             ]
         except OutOfBlocks as error:
             self._running.remove(running)
             return [Failed(request_id=running.request_id, reason=str(error))]
-        return []
+        running.tokens.append(token)
+        return [Generated(request_id=running.request_id, token=token)]
 
 
 def serve(worker: DecodeWorker, channel: Channel) -> None:
@@ -137,10 +147,11 @@ def serve(worker: DecodeWorker, channel: Channel) -> None:
             channel.send(message)
 
 
-def run(connection: Connection, secret: bytes) -> None:
+def run(connection: Connection, secret: bytes, options: WorkerOptions) -> None:
     """The decode process: load the model and serve until the front closes its end."""
     model = Llama(Checkpoint(find_checkpoint()))
-    cache = model.new_cache(num_blocks=NUM_BLOCKS, allocate=kvxfer.shared_empty)
-    with kvxfer.Connector("decode-0", backends="auto", secret=secret) as connector:
+    allocate = kvxfer.shared_empty if options.shared else np.zeros
+    cache = model.new_cache(num_blocks=NUM_BLOCKS, allocate=allocate)
+    with kvxfer.Connector("decode-0", backends="auto", ways=options.ways, secret=secret) as connector:
         with suppress(ChannelClosed):
-            serve(DecodeWorker(Engine(model, cache), connector), Channel(connection))
+            serve(DecodeWorker(Engine(model, cache), connector, options.wire), Channel(connection))

@@ -16,9 +16,11 @@ from .messages import (
     Decoded,
     DecodeRequest,
     Failed,
+    Generated,
     Message,
     Prefilled,
     PrefillRequest,
+    WorkerOptions,
 )
 
 STOP_TIMEOUT_S = 10.0
@@ -31,11 +33,11 @@ class WorkerDied(Exception):
 class Front:
     """A prefill and a decode process, for as long as the `with` block lasts."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: WorkerOptions = WorkerOptions()) -> None:
         # Whoever holds the secret can read the cache: it is made for these two and goes to no one else.
         secret = secrets.token_bytes(32)
-        self._prefill = WorkerProcess("prefill", prefill_worker.run, secret)
-        self._decode = WorkerProcess("decode", decode_worker.run, secret)
+        self._prefill = WorkerProcess("prefill", prefill_worker.run, secret, options)
+        self._decode = WorkerProcess("decode", decode_worker.run, secret, options)
         self._request_numbers = itertools.count()
 
     def __enter__(self) -> Front:
@@ -44,11 +46,16 @@ class Front:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[Decoded | Failed]:
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        on_news: Callable[[Prefilled | Generated], None] = lambda news: None,
+    ) -> list[Decoded | Failed]:
         """Answer prompts, given and returned in order; each answer has at most `max_tokens` tokens.
 
         The prefill worker has one prompt at a time; the decode worker generates for all that have arrived.
-        Raises `WorkerDied`.
+        `on_news` hears of every prefilled prompt and every token as it comes. Raises `WorkerDied`.
         """
         requests = [
             PrefillRequest(request_id=f"request-{next(self._request_numbers)}", prompt=prompt)
@@ -62,9 +69,11 @@ class Front:
                 message = worker.receive()
                 if worker is self._prefill:
                     self._prefill_next(to_prefill)
+                if isinstance(message, (Prefilled, Generated)):
+                    on_news(message)
                 if isinstance(message, Prefilled):
                     self._decode.send(DecodeRequest(prefilled=message, max_tokens=max_tokens))
-                else:
+                elif not isinstance(message, Generated):
                     ended[message.request_id] = message
         return [ended[request.request_id] for request in requests]
 
@@ -81,11 +90,17 @@ class Front:
 class WorkerProcess:
     """A worker in a fresh process, and the front's end of the channel to it."""
 
-    def __init__(self, name: str, run: Callable[[Connection, bytes], None], secret: bytes) -> None:
-        """`run(connection, secret)` serves its end of the pipe until this end is closed."""
+    def __init__(
+        self,
+        name: str,
+        run: Callable[[Connection, bytes, WorkerOptions], None],
+        secret: bytes,
+        options: WorkerOptions,
+    ) -> None:
+        """`run(connection, secret, options)` serves its end of the pipe until this end is closed."""
         context = multiprocessing.get_context("spawn")
         connection, worker_connection = context.Pipe()
-        self._process = context.Process(name=name, target=run, args=(worker_connection, secret))
+        self._process = context.Process(name=name, target=run, args=(worker_connection, secret, options))
         self._process.start()
         worker_connection.close()
         self._channel = Channel(connection)

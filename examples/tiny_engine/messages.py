@@ -11,6 +11,16 @@ from multiprocessing.connection import Connection
 import msgspec
 
 
+class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How the workers keep and move keys and values."""
+
+    wire: str = "raw"
+    shared: bool = True
+    """Whether the caches lie in shared memory, which a peer of this host reads in place."""
+    ways: tuple[str, ...] = ("mapped", "direct", "packed")
+    """What the decode worker may use, best first."""
+
+
 class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Front to prefill worker: compute this prompt."""
 
@@ -19,12 +29,16 @@ class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Prefilled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Prefill worker to front: the prompt's keys and values are published under `ticket`."""
+    """Prefill worker to front: the prompt's keys and values are published under `ticket`.
+
+    `checksum` is that of the keys and values, so that a demonstration can show that the same ones arrived.
+    """
 
     request_id: str
     ticket: bytes
     prompt_tokens: int
     first_token: int
+    checksum: int
 
 
 class DecodeRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -32,6 +46,13 @@ class DecodeRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     prefilled: Prefilled
     max_tokens: int
+
+
+class Generated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Decode worker to front: the next token of a request."""
+
+    request_id: str
+    token: int
 
 
 class Decoded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -43,6 +64,8 @@ class Decoded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     fetch_seconds: float
     backend: str
     way: str
+    wire: str
+    verified: bool
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -52,7 +75,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-Message = PrefillRequest | Prefilled | DecodeRequest | Decoded | Failed
+Message = PrefillRequest | Prefilled | DecodeRequest | Generated | Decoded | Failed
 
 
 class ChannelClosed(Exception):

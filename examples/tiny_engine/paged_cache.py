@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -113,3 +114,11 @@ class PagedCache:
         keys = array[blocks, KEY].reshape(by_position)[:tokens]
         values = array[blocks, VALUE].reshape(by_position)[:tokens]
         return keys.astype(np.float32, copy=False), values.astype(np.float32, copy=False)
+
+    def checksum(self, block_table: Sequence[int], tokens: int) -> int:
+        """CRC-32 over the keys and values of the first `tokens` positions of all layers, in float32."""
+        crc = 0
+        for layer in range(len(self._arrays)):
+            for half in self.read(layer, block_table, tokens):
+                crc = zlib.crc32(np.ascontiguousarray(half), crc)
+        return crc

@@ -5,12 +5,14 @@ from __future__ import annotations
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
+import numpy as np
+
 import kvxfer
 
 from .checkpoint import Checkpoint, find_checkpoint
 from .engine import Engine, Sequence
 from .kv_layout import GROUP, kv_layout
-from .messages import Channel, ChannelClosed, Failed, Prefilled, PrefillRequest
+from .messages import Channel, ChannelClosed, Failed, Prefilled, PrefillRequest, WorkerOptions
 from .model import Llama
 from .paged_cache import OutOfBlocks
 
@@ -55,6 +57,7 @@ class PrefillWorker:
             ticket=bytes(lease.ticket),
             prompt_tokens=sequence.cached_tokens,
             first_token=sequence.next_token,
+            checksum=self._engine.cache.checksum(sequence.block_table, sequence.cached_tokens),
         )
 
     def _make_room(self, blocks: int) -> None:
@@ -63,13 +66,13 @@ class PrefillWorker:
         pool = self._engine.cache.pool
         while self._published and pool.free_blocks < blocks <= pool.num_blocks:
             oldest, _ = self._published[0]
-            oldest.wait_released(timeout_s=LEASE_TTL_S)
+            oldest.released.wait(LEASE_TTL_S)
             self._free_released()
 
     def _free_released(self) -> None:
         leased = []
         for lease, sequence in self._published:
-            if lease.released:
+            if lease.released.is_set():
                 self._engine.free(sequence)
             else:
                 leased.append((lease, sequence))
@@ -87,10 +90,11 @@ def serve(worker: PrefillWorker, channel: Channel) -> None:
         channel.send(reply)
 
 
-def run(connection: Connection, secret: bytes) -> None:
+def run(connection: Connection, secret: bytes, options: WorkerOptions) -> None:
     """The prefill process: load the model and serve until the front closes its end."""
     model = Llama(Checkpoint(find_checkpoint()))
-    cache = model.new_cache(num_blocks=NUM_BLOCKS, allocate=kvxfer.shared_empty)
+    allocate = kvxfer.shared_empty if options.shared else np.zeros
+    cache = model.new_cache(num_blocks=NUM_BLOCKS, allocate=allocate)
     listen = "tcp://127.0.0.1:0"
     with kvxfer.Connector("prefill-0", listen=listen, backends="auto", secret=secret) as connector:
         with suppress(ChannelClosed):

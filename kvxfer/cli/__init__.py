@@ -1,0 +1,39 @@
+"""The command line: ``kvxfer demo``, ``doctor``, ``size``, ``bench``. One file a command.
+
+A command's module has HELP, `add_arguments(parser)` and `run(args)`, which returns the exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from kvxfer import __version__
+from kvxfer.errors import KvxferError
+
+COMMANDS = ("demo", "doctor", "size", "bench")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command. Errors of the library end it with status 2 and one message on standard error."""
+    parser = argparse.ArgumentParser(
+        prog="kvxfer", description="Moves a request's KV cache from the worker that prefills it to the one that decodes."
+    )
+    parser.add_argument("--version", action="version", version=f"kvxfer {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    modules = {name: importlib.import_module(f"kvxfer.cli.{name}") for name in COMMANDS}
+    for name, module in modules.items():
+        module.add_arguments(commands.add_parser(name, help=module.HELP, description=module.__doc__))
+    args = parser.parse_args(argv)
+    try:
+        return modules[args.command].run(args)
+    except KvxferError as error:
+        print(f"kvxfer {args.command}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
