@@ -206,7 +206,7 @@ class Connector:
             request_id=request_id,
             fingerprint=tickets.fingerprint_digest(layout.fingerprint),
         )
-        node.progress.call(lambda: node.progress.call_later(2 * ttl_s, lambda: self.retire(ticket)))
+        node.progress.post(lambda: node.progress.call_later(2 * ttl_s, lambda: self.retire(ticket)))
         return ticket
 
     def retire(self, ticket: Ticket) -> None:
@@ -236,7 +236,7 @@ class Connector:
             raise InvalidRequest(f"ttl_s must be positive, got {ttl_s}")
         parsed = tickets.parse(ticket, node.secret)
         message = Renew(slot=parsed.slot, lease=parsed.lease, ttl_s=ttl_s)
-        node.progress.call(
+        node.progress.post(
             lambda: node.directory.look_up(
                 parsed,
                 lambda engine: node.directory.send_all(engine, message),

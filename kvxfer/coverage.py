@@ -1,7 +1,7 @@
 """Does a layout add up? Every byte of a block belongs to one plane, or to padding that has a name.
 
-Called by the constructors in ``layout.py``, also for what a peer sent: work and memory are bounded before anything is
-counted. Imports NumPy and errors.
+Called by the constructors in ``layout.py``, also for what a peer sent: work and memory are bounded before
+anything is counted. Imports NumPy and errors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_ATOMS = 4 << 20  # bounds the memory and time of a coverage check
 
 
 def check_record(record: Record) -> None:
-    """Planes and padding tile the record's bytes exactly; raises InvalidLayout naming the bytes that do not fit."""
+    """Planes and padding tile the record's bytes exactly; InvalidLayout names the bytes that do not fit."""
     where = f"record {record.tag!r}"
     for plane in record.planes:
         if plane.end > record.nbytes:
@@ -43,18 +43,18 @@ def check_record(record: Record) -> None:
         claims[padding.offset // atom : (padding.offset + padding.nbytes) // atom] += 1
     if claims.max() > 1:
         raise InvalidLayout(
-            f"{where}: bytes {_ranges(claims > 1, atom)} of the slice are claimed more than once; "
-            "planes and padding must not overlap"
+            f"{where}: bytes {_ranges(claims > 1, atom)} of the slice are claimed more than once; planes "
+            "and padding must not overlap"
         )
     if claims.min() == 0:
         raise InvalidLayout(
-            f"{where}: nobody claims bytes {_ranges(claims == 0, atom)} of the slice; add a plane, "
-            "or name them as padding"
+            f"{where}: nobody claims bytes {_ranges(claims == 0, atom)} of the slice; add a plane, or name "
+            "them as padding"
         )
 
 
 def _atom_bytes(record: Record) -> int:
-    """The largest unit that divides every offset, stride and size, so that claims need not be counted by byte."""
+    """The largest unit that divides every offset, stride and size: claims are counted by it."""
     sizes = [record.nbytes]
     for plane in record.planes:
         sizes += [plane.offset, plane.unit_bytes]
@@ -71,7 +71,9 @@ def plane_atoms(plane: Plane, atom: int) -> np.ndarray:
     entry, head, channel, unit = np.ogrid[
         : plane.entries, : plane.heads, : plane.channels, : plane.unit_bytes // atom
     ]
-    offsets = plane.offset + entry * plane.entry_stride + head * plane.head_stride + channel * plane.channel_stride
+    offsets = (
+        plane.offset + entry * plane.entry_stride + head * plane.head_stride + channel * plane.channel_stride
+    )
     return (offsets // atom + unit).ravel()
 
 
@@ -92,23 +94,33 @@ def check_group(group: Group, regions: Mapping[str, Region], records: Mapping[st
         raise InvalidLayout(f"{where} has no slices")
     if group.kind.value == "state":
         if group.block_tokens != 0:
-            raise InvalidLayout(f"{where}: state has no tokens; block_tokens must be 0, got {group.block_tokens}")
+            raise InvalidLayout(
+                f"{where}: state has no tokens; block_tokens must be 0, got {group.block_tokens}"
+            )
     elif group.block_tokens < 1:
         raise InvalidLayout(f"{where}: block_tokens must be 1 or more, got {group.block_tokens}")
     if (group.kind.value == "sliding") != (group.window > 0):
-        raise InvalidLayout(f"{where}: a window belongs to a sliding group and to no other, got {group.window}")
+        raise InvalidLayout(
+            f"{where}: a window belongs to a sliding group and to no other, got {group.window}"
+        )
+    if group.compression_ratio < 0:
+        raise InvalidLayout(f"{where}: compression_ratio must be 0 or more, got {group.compression_ratio}")
     for piece in group.slices:
         if piece.region not in regions:
-            raise InvalidLayout(f"{where}: layer {piece.layer!r} lies in region {piece.region!r}, which is not there")
+            raise InvalidLayout(
+                f"{where}: layer {piece.layer!r} lies in region {piece.region!r}, which is not there"
+            )
         if piece.record not in records:
-            raise InvalidLayout(f"{where}: layer {piece.layer!r} has record {piece.record!r}, which is not there")
+            raise InvalidLayout(
+                f"{where}: layer {piece.layer!r} has record {piece.record!r}, which is not there"
+            )
         if not (0 <= piece.offset < _MAX_ADDRESS and 0 < piece.block_stride < _MAX_ADDRESS):
             raise InvalidLayout(f"{where}: layer {piece.layer!r}: offset and block_stride are out of range")
         record = records[piece.record]
         if record.nbytes > piece.block_stride:
             raise InvalidLayout(
-                f"{where}: layer {piece.layer!r}: a slice of {record.nbytes} bytes does not fit a block stride of "
-                f"{piece.block_stride}"
+                f"{where}: layer {piece.layer!r}: a slice of {record.nbytes} bytes does not fit a block "
+                f"stride of {piece.block_stride}"
             )
         end = piece.offset + (group.num_blocks - 1) * piece.block_stride + record.nbytes
         if end > regions[piece.region].nbytes:
@@ -117,6 +129,11 @@ def check_group(group: Group, regions: Mapping[str, Region], records: Mapping[st
                 f"{regions[piece.region].nbytes}"
             )
         for plane in record.planes:
+            if group.kind.value in ("ring", "state") and plane.tokens_per_entry != 1:
+                raise InvalidLayout(
+                    f"{where}: layer {piece.layer!r}: plane {plane.name!r} of a {group.kind.value} must "
+                    f"have one entry a row, got {plane.tokens_per_entry} tokens per entry"
+                )
             expected = math.ceil(group.block_tokens / plane.tokens_per_entry) if group.block_tokens else 1
             if plane.entries != expected or (group.block_tokens % plane.tokens_per_entry):
                 raise InvalidLayout(
@@ -137,16 +154,16 @@ def _check_block_coverage(group: Group, records: Mapping[str, Record]) -> None:
         for offset, nbytes, name in sorted(spans):
             if offset < position:
                 raise InvalidLayout(
-                    f"group {group.name!r}: bytes {offset}..{min(position, offset + nbytes)} of a block in region "
-                    f"{region!r} are claimed twice, the second time by {name!r}"
+                    f"group {group.name!r}: bytes {offset}..{min(position, offset + nbytes)} of a block in "
+                    f"region {region!r} are claimed twice, the second time by {name!r}"
                 )
             if offset > position:
                 raise InvalidLayout(_unclaimed(group, region, position, offset))
             position = offset + nbytes
         if position > stride:
             raise InvalidLayout(
-                f"group {group.name!r}: the slices of a block in region {region!r} end at byte {position} of a block "
-                f"stride of {stride}"
+                f"group {group.name!r}: the slices of a block in region {region!r} end at byte {position} "
+                f"of a block stride of {stride}"
             )
         if position < stride:
             raise InvalidLayout(_unclaimed(group, region, position, stride))
@@ -154,8 +171,8 @@ def _check_block_coverage(group: Group, records: Mapping[str, Record]) -> None:
 
 def _unclaimed(group: Group, region: str, first: int, last: int) -> str:
     return (
-        f"group {group.name!r}: nobody claims bytes {first}..{last} of a block in region {region!r}; add a slice, or "
-        "name them in the group's padding"
+        f"group {group.name!r}: nobody claims bytes {first}..{last} of a block in region {region!r}; add a "
+        "slice, or name them in the group's padding"
     )
 
 
@@ -170,8 +187,8 @@ def slabs(group: Group) -> Iterator[tuple[str, int, list[Slice]]]:
             if slab and piece.offset < slab[0].offset + slab[0].block_stride:
                 if piece.block_stride != slab[0].block_stride:
                     raise InvalidLayout(
-                        f"group {group.name!r}: layers {slab[0].layer!r} and {piece.layer!r} interleave in region "
-                        f"{region!r} with unequal block strides"
+                        f"group {group.name!r}: layers {slab[0].layer!r} and {piece.layer!r} interleave in "
+                        f"region {region!r} with unequal block strides"
                     )
                 slab.append(piece)
                 continue
@@ -180,8 +197,9 @@ def slabs(group: Group) -> Iterator[tuple[str, int, list[Slice]]]:
                 end = slab[0].offset + group.num_blocks * slab[0].block_stride
                 if piece.offset < end:
                     raise InvalidLayout(
-                        f"group {group.name!r}: layer {piece.layer!r} starts at byte {piece.offset} of region "
-                        f"{region!r}, inside the blocks of layer {slab[0].layer!r}, which end at {end}"
+                        f"group {group.name!r}: layer {piece.layer!r} starts at byte {piece.offset} of "
+                        f"region {region!r}, inside the blocks of layer {slab[0].layer!r}, which end at "
+                        f"{end}"
                     )
             slab = [piece]
         yield region, slab[0].block_stride, slab

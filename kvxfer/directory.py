@@ -175,6 +175,10 @@ class Directory:
         for session in list(self.peers):
             session.send(self._describe(False))
 
+    def ask_again(self, engine: Engine) -> None:
+        """Ask every rank of an engine what it has; it may have registered a cache. Any thread."""
+        self._progress.post(lambda: self.send_all(engine, self._describe(True)))
+
     def send_all(self, engine: Engine, message: Message) -> None:
         """The same message to every rank of an engine."""
         for peer in engine.peers.values():

@@ -84,6 +84,10 @@ class InvalidTicket(AuthenticationError):
     """The ticket is forged, altered, of another engine, or was used before."""
 
 
+class UnknownCache(InvalidTicket):
+    """The ticket names a cache that the peer has not registered."""
+
+
 # --- the promise was broken ---------------------------------------------------------------------------------
 
 

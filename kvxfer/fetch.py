@@ -25,6 +25,7 @@ from kvxfer.errors import (
     InvalidTicket,
     KvxferError,
     PeerGone,
+    UnknownCache,
     rebuild,
 )
 from kvxfer.kernels import PreparedPlan
@@ -44,6 +45,7 @@ _log = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 0.0005
 _LAST_RETRY_S = 0.01
+ANNOUNCEMENT_S = 1.0  # how long after its ticket a peer's newly registered cache may become known here
 
 
 @dataclass(frozen=True)
@@ -107,15 +109,20 @@ class Fetch(Transfer):
         if engine is None:
             self.waits_for(f"engine {self._ticket.engine!r} at {self._ticket.endpoint}")
             self.arm()
-            self._node.progress.call(
+            self._node.progress.post(
                 lambda: self._node.directory.look_up(self._ticket, lambda _: self.start(), self.abort)
             )
             return
+        try:
+            sources = sources_of(engine, self._ticket, self._cache, self._node)
+        except UnknownCache as error:
+            self._try_again(f"cache {self._ticket.cache!r} of {self._ticket.engine!r}", error, engine)
+            return
         legs = []
-        for source in sources_of(engine, self._ticket, self._cache, self._node):
+        for source in sources:
             leg = self._prepare(source)
             if leg is None:
-                self._try_again()
+                self._try_again("the lease to be published")
                 return
             legs.append(leg)
         if not self.begin():
@@ -138,11 +145,16 @@ class Fetch(Transfer):
         plan = source.join.plan_checked(lists, self._dst_lists, tokens=ticket.tokens)
         return _Leg(source, PreparedPlan(plan), source.cache.best_way(self._node.ways))
 
-    def _try_again(self) -> None:
-        self.waits_for("the lease to be published")
+    def _try_again(self, what: str, error: KvxferError | None = None, engine: Engine | None = None) -> None:
+        """Attempt again a little later. With an engine: it is asked what it has, and `error` ends a long wait."""
+        if error is not None:
+            if self.elapsed_s > ANNOUNCEMENT_S:
+                raise error
+            self._node.directory.ask_again(engine)
+        self.waits_for(what)
         self.arm()
         delay, self._retry_s = self._retry_s, min(2 * self._retry_s, _LAST_RETRY_S)
-        self._node.progress.call(lambda: self._node.progress.call_later(delay, self.start))
+        self._node.progress.post(lambda: self._node.progress.call_later(delay, self.start))
 
     def _count(self, legs: list[_Leg]) -> None:
         plans = [leg.plan.plan for leg in legs]
@@ -165,8 +177,8 @@ class Fetch(Transfer):
             self.waits_for("packed chunks")
             self.arm()
             self._pulls = [_PullConversation(self, self._node, leg, self._ticket, self._cache) for leg in packed]
-            self.on_stop(lambda: self._node.progress.call(self._stop_pulls))
-            self._node.progress.call(lambda: [pull.start() for pull in self._pulls])
+            self.on_stop(lambda: self._node.progress.post(self._stop_pulls))
+            self._node.progress.post(lambda: [pull.start() for pull in self._pulls])
         if self.hold():
             try:
                 moved = all([self._move_here(leg) for leg in self._legs if leg.way != "packed"])
@@ -212,7 +224,7 @@ class Fetch(Transfer):
 def release(node: Node, engine: Engine, ticket: Ticket) -> None:
     """Tell every rank of the engine that this rank is done with the lease. Any thread."""
     message = Release(slot=ticket.slot, lease=ticket.lease, reader=node.identity.rank, readers=node.ranks)
-    node.progress.call(lambda: node.directory.send_all(engine, message))
+    node.progress.post(lambda: node.directory.send_all(engine, message))
 
 
 def sources_of(engine: Engine, ticket: Ticket, cache: Cache, node: Node) -> list[_Source]:
@@ -226,7 +238,7 @@ def sources_of(engine: Engine, ticket: Ticket, cache: Cache, node: Node) -> list
         return known
     holders = [peer for peer in engine.peers.values() if ticket.cache in peer.caches]
     if not holders:
-        raise InvalidTicket(f"no rank of engine {ticket.engine!r} has a cache {ticket.cache!r}")
+        raise UnknownCache(f"no rank of engine {ticket.engine!r} has a cache {ticket.cache!r}")
     caches = [peer.caches[ticket.cache] for peer in holders]
     for remote in caches:
         check_fingerprints(cache, remote, ticket)
@@ -263,7 +275,7 @@ class _PullConversation:
         self._fetch.waits_for("staging buffers")
         try:
             self._line = self._node.staging.borrow(
-                slot_bytes, SLOTS, lambda loan: self._node.progress.call(lambda: self._pull(loan))
+                slot_bytes, SLOTS, lambda loan: self._node.progress.post(lambda: self._pull(loan))
             )
         except KvxferError as error:
             self._fetch.abort(error)

@@ -3,23 +3,26 @@
 A block id indexes a group's block table. Inside a block every layer of the group has a *slice*; the slice's
 bytes follow a *record*, and a record is a set of *planes*: one strided array ``[entry, head, channel]`` per
 quantity (keys, values, scales, a latent). That one description covers NHD and HND, keys and values apart or
-together, values and scales interleaved or segregated, compressed entries, and state, so that two unlike caches
-are joined plane by plane (``plan.py``) and never by special cases.
+together, values and scales interleaved or segregated, compressed entries, and state, so that two unlike
+caches are joined plane by plane (``plan.py``) and never by special cases.
 
-Imports NumPy, msgspec and errors; knows no transport and touches no device. Layouts travel in the handshake, so
-whatever is decoded from a peer is validated here, in the constructors.
+Imports NumPy, msgspec and errors; knows no transport and touches no device. Layouts travel in the handshake,
+so whatever is decoded from a peer is validated here, in the constructors.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvxfer.coverage import MAX_BLOCKS, check_group, check_record
 from kvxfer.errors import InvalidLayout
+
+if TYPE_CHECKING:
+    from kvxfer.tensors import TensorGroup
 
 MAX_RECORD_BYTES = 64 << 20
 
@@ -36,10 +39,11 @@ class GroupKind(enum.Enum):
 class Plane(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One quantity of a record: a strided array ``[entries, heads, channels]`` of `unit_bytes` each.
 
-    All offsets and strides are in bytes. ``(entry 0, head 0, channel 0)`` lies at `offset` from the start of the
-    slice. One entry stands for `tokens_per_entry` tokens (more than one in compressed caches). `head_start` and
-    `total_heads` say which heads of the whole model these are, so that tensor-parallel ranks can be joined;
-    a plane that every rank holds alike (an MLA latent) has ``head_start=0, heads=total_heads``.
+    All offsets and strides are in bytes. ``(entry 0, head 0, channel 0)`` lies at `offset` from the start of
+    the slice. One entry stands for `tokens_per_entry` tokens (more than one in compressed caches).
+    `head_start` and `total_heads` say which heads of the whole model these are, so that tensor-parallel ranks
+    can be joined; a plane that every rank holds alike (an MLA latent) has ``head_start=0,
+    heads=total_heads``.
     """
 
     name: str
@@ -55,20 +59,20 @@ class Plane(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     head_start: int = 0
     total_heads: int = 0  # 0: equal to `heads`
     tokens_per_entry: int = 1
-    tiled: bool = False  # an unfinished last entry holds data (a tile of tokens), unlike one of a compressed cache
+    tiled: bool = False  # an unfinished last entry holds data: a tile of tokens, not a compressed entry
 
     def __post_init__(self) -> None:
         sizes = (self.entries, self.unit_bytes, self.heads, self.channels, self.tokens_per_entry)
         strides = (self.offset, self.entry_stride, self.head_stride, self.channel_stride, self.head_start)
         if min(sizes) < 1 or min(strides) < 0 or max(*sizes, *strides) > MAX_RECORD_BYTES:
             raise InvalidLayout(
-                f"plane {self.name!r}: counts must be 1 or more, offsets and strides 0 or more, and none above "
-                f"{MAX_RECORD_BYTES}; got {self}"
+                f"plane {self.name!r}: counts must be 1 or more, offsets and strides 0 or more, and none "
+                f"above {MAX_RECORD_BYTES}; got {self}"
             )
         if self.head_start + self.heads > self.all_heads:
             raise InvalidLayout(
-                f"plane {self.name!r}: heads {self.head_start}..{self.head_start + self.heads} do not lie in the "
-                f"model's {self.all_heads} heads"
+                f"plane {self.name!r}: heads {self.head_start}..{self.head_start + self.heads} do not lie "
+                f"in the model's {self.all_heads} heads"
             )
 
     @property
@@ -109,9 +113,9 @@ class Padding(msgspec.Struct, frozen=True, kw_only=True):
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one layer's entries lie in the bytes of one block.
 
-    `tag` names the byte layout; two records with one tag but other planes are a contradiction. `nbytes` counts the
-    slice in one block, padding included. An *opaque* record (no planes) can be copied whole to an equal one
-    and to nothing else.
+    `tag` names the byte layout; two records with one tag but other planes are a contradiction. `nbytes`
+    counts the slice in one block, padding included. An *opaque* record (no planes) can be copied whole to an
+    equal one and to nothing else.
     """
 
     tag: str
@@ -121,7 +125,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         if not 1 <= self.nbytes <= MAX_RECORD_BYTES:
-            raise InvalidLayout(f"record {self.tag!r}: nbytes must be 1 to {MAX_RECORD_BYTES}, got {self.nbytes}")
+            raise InvalidLayout(
+                f"record {self.tag!r}: nbytes must be 1 to {MAX_RECORD_BYTES}, got {self.nbytes}"
+            )
         names = [plane.name for plane in self.planes]
         if len(set(names)) != len(names):
             raise InvalidLayout(f"record {self.tag!r}: plane names must be unique, got {names}")
@@ -151,10 +157,10 @@ class Slice(msgspec.Struct, frozen=True, kw_only=True):
 class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Layers that share one block table.
 
-    `block_tokens` tokens lie in a block (for a ring its capacity; 0 for state). `window` is the sliding window in
-    tokens. `padding` names bytes of a block (offsets from the group's first slice) that no slice claims.
-    `compression_ratio` marks the state of a compressor: it carries something only while an entry of that many tokens
-    is unfinished, so a prompt whose length it divides needs none of it (0: always needed).
+    `block_tokens` tokens lie in a block (for a ring its capacity; 0 for state). `window` is the sliding
+    window in tokens. `padding` names bytes of a block (offsets from the group's first slice) that no slice
+    claims. `compression_ratio` marks the state of a compressor: it carries something only while an entry of
+    that many tokens is unfinished, so a prompt whose length it divides needs none of it (0: always needed).
     """
 
     name: str
@@ -188,8 +194,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def blocks_to_move(self, tokens: int) -> int:
         """How many blocks, counted from the last, a prompt of `tokens` tokens has to bring along.
 
-        All of a full group, ``ceil(window / block_tokens) + 1`` of a sliding one (a window need not start where a
-        block does), one of a ring or state, none where `needed` is false.
+        All of a full group, ``ceil(window / block_tokens) + 1`` of a sliding one (a window need not start
+        where a block does), one of a ring or state, none where `needed` is false.
         """
         if not self.needed(tokens):
             return 0
@@ -272,10 +278,10 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         total_heads: int = 0,
         fingerprint: Mapping[str, str] | None = None,
     ) -> CacheLayout:
-        """The plainest cache: one region a layer, shaped ``[num_blocks, 2, block_tokens, kv_heads, head_dim]``.
+        """The plainest cache: one region ``[num_blocks, 2, block_tokens, kv_heads, head_dim]`` a layer.
 
-        With ``order="HND"`` the middle axes are ``[kv_heads, block_tokens]``. `dtype` is a NumPy-style or torch-style
-        name (``float16``, ``bfloat16``, ...). Regions are called like their layers.
+        With ``order="HND"`` the middle axes are ``[kv_heads, block_tokens]``. `dtype` is a NumPy-style or
+        torch-style name (``float16``, ``bfloat16``, ...). Regions are called like their layers.
         """
         record = attention_record(
             block_tokens=block_tokens,
@@ -298,11 +304,21 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         )
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Any], **kwargs: Any) -> CacheLayout:
-        """The layout of what an engine registers, a mapping from layer name to array; see ``kvxfer.tensors``."""
+    def from_tensors(
+        cls,
+        tensors: Mapping[str, Any],
+        *,
+        groups: TensorGroup | Mapping[str, TensorGroup] | None = None,
+        fingerprint: Mapping[str, str] | None = None,
+    ) -> CacheLayout:
+        """The bound layout of what an engine registers, a mapping from layer name to array.
+
+        Without `groups` every array is ``[num_blocks, 2, block_tokens, kv_heads, head_dim]`` of one group
+        ``full``; ``kvxfer.tensors.TensorGroup`` says anything else, of one group or by group name.
+        """
         from kvxfer.tensors import layout_from_tensors
 
-        return layout_from_tensors(tensors, **kwargs)
+        return layout_from_tensors(tensors, groups=groups, fingerprint=fingerprint)
 
 
 DTYPE_BYTES = {

@@ -243,7 +243,7 @@ class Node:
         """Watch over a published lease. Any thread."""
         self.leases[lease.ticket.slot] = lease
         if lease.deadline < self._expiry_due:
-            self.progress.call(self._expire_leases)
+            self.progress.post(self._expire_leases)
 
     def end_lease(self, lease: Lease, state: LeaseState) -> None:
         """Change the table's word, then tell whoever waits for the blocks. Any thread; idempotent."""

@@ -102,7 +102,7 @@ class PackedSource:
 
         def gather() -> None:
             self._stages[stage].gather(chunk, self._src_bases, address, threads=self._threads)
-            self._progress.call(gathered)
+            self._progress.post(gathered)
 
         def gathered() -> None:
             self._gathering -= 1
@@ -176,7 +176,7 @@ class PackedSink:
             try:
                 self._stages[message.stage].scatter(chunk, address, self._dst_bases, threads=self._threads)
             finally:
-                self._progress.call(scattered)
+                self._progress.post(scattered)
 
         def scattered() -> None:
             self._busy_slots.discard(message.slot)

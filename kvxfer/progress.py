@@ -73,6 +73,14 @@ class ProgressThread:
             self._calls.append(function)
         self._wake()
 
+    def post(self, function: Callable[[], None]) -> None:
+        """Like `call`, but after `close` the function is dropped: for what only matters while the connector lives."""
+        with self._lock:
+            if self._closing:
+                return
+            self._calls.append(function)
+        self._wake()
+
     def call_later(self, delay_s: float, function: Callable[[], None]) -> Timer:
         """Run `function` on this thread after `delay_s` seconds. On this thread only."""
         timer = Timer(time.monotonic() + delay_s, function)

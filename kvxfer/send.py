@@ -36,9 +36,10 @@ from kvxfer.errors import (
     InvalidTicket,
     KvxferError,
     PeerGone,
+    UnknownCache,
     rebuild,
 )
-from kvxfer.fetch import check_fingerprints
+from kvxfer.fetch import ANNOUNCEMENT_S, check_fingerprints
 from kvxfer.kernels import PreparedPlan
 from kvxfer.node import Node, new_transfer_id
 from kvxfer.packed import SLOTS, PackedSink, PackedSource
@@ -87,7 +88,7 @@ class Send(Transfer):
         self._remote: RemoteCache | None = None
         self._source: PackedSource | None = None
         self._granted = self._said_end = False
-        self.on_stop(lambda: self._node.progress.call(self._stop))
+        self.on_stop(lambda: self._node.progress.post(self._stop))
         self.on_end(self._announce_failure)
 
     def layer_ready(self, layer: str, event: object = None) -> None:
@@ -102,7 +103,7 @@ class Send(Transfer):
         if event is not None:
             raise InvalidRequest("a cache in host memory has no events to wait for; call layer_ready once it is written")
         stage = self._layers.index(layer)
-        self._node.progress.call(lambda: self._mark_ready(stage))
+        self._node.progress.post(lambda: self._mark_ready(stage))
 
     def start(self) -> None:
         """Queue the first attempt. Any thread."""
@@ -127,15 +128,21 @@ class Send(Transfer):
         engine = self._node.directory.find(ticket)
         if engine is None:
             self.waits_for(f"engine {ticket.engine!r} at {ticket.endpoint}")
-            self._node.progress.call(
+            self._node.progress.post(
                 lambda: self._node.directory.look_up(ticket, lambda _: self.start(), self.abort)
             )
             return
-        peer, remote = self._receiver(engine)
+        try:
+            peer, remote = self._receiver(engine)
+        except UnknownCache:
+            if self.elapsed_s > ANNOUNCEMENT_S:
+                raise
+            self._node.directory.ask_again(engine)
+            self._try_again(f"cache {ticket.cache!r} of {ticket.engine!r}")
+            return
         record = peer.table.record(ticket)
         if record is None:
-            self.waits_for("the reservation to be published")
-            self._node.progress.call(lambda: self._node.progress.call_later(_RETRY_S, self.start))
+            self._try_again("the reservation to be published")
             return
         dst_lists = check_blocks(remote.layout, record.lists(), tokens=ticket.tokens, role="destination")
         self._stages = plan_stages(self._cache, remote, self._src_lists, dst_lists, ticket, self._layerwise)
@@ -153,7 +160,11 @@ class Send(Transfer):
             peers=1,
             conversation=True,
         )
-        self._node.progress.call(lambda: self._claim(way))
+        self._node.progress.post(lambda: self._claim(way))
+
+    def _try_again(self, what: str) -> None:
+        self.waits_for(what)
+        self._node.progress.post(lambda: self._node.progress.call_later(_RETRY_S, self.start))
 
     def _receiver(self, engine: Engine) -> tuple[Peer, RemoteCache]:
         """The rank of the other engine that this rank sends to: ranks are paired one to one."""
@@ -168,7 +179,7 @@ class Send(Transfer):
             raise PeerGone(f"the process of {peer.identity.name} has ended")
         remote = peer.caches.get(self._ticket.cache)
         if remote is None or peer.table is None:
-            raise InvalidTicket(f"{peer.identity.name} has no cache {self._ticket.cache!r}")
+            raise UnknownCache(f"{peer.identity.name} has no cache {self._ticket.cache!r}")
         check_fingerprints(self._cache, remote, self._ticket)
         return peer, remote
 
@@ -223,8 +234,7 @@ class Send(Transfer):
         if self.stats.way == "packed":
             if grant.offer is None:
                 raise BackendError(f"{self._peer.identity.name} lends no staging for a packed transfer")
-            if not self.hold():
-                return
+            staging = self._peer.open_region(grant.offer.staging)
             self._source = PackedSource(
                 progress=self._node.progress,
                 pool=self._node.pool,
@@ -232,11 +242,14 @@ class Send(Transfer):
                 transfer=self._id,
                 stages=self._stages,
                 src_bases=self._cache.bases,
-                staging=self._peer.open_region(grant.offer.staging),
+                staging=staging,
                 offer=grant.offer,
                 threads=self._node.limits.copy_threads,
                 written=self._packed_written,
             )
+            if not self.hold():
+                self._source = None
+                return
         ready, self._ready = self._ready, set()
         for stage in sorted(ready):
             self._mark_ready(stage)
@@ -264,7 +277,7 @@ class Send(Transfer):
             else:
                 moved = moves.move_direct(plan, self._peer.link, Direction.WRITE, src, remote.remote_bases, self)
             if moved:
-                self._node.progress.call(self._stage_moved)
+                self._node.progress.post(self._stage_moved)
         except KvxferError as error:
             self.abort(error)
         finally:
@@ -288,8 +301,8 @@ class Send(Transfer):
         """The transfer has ended, and so drained: if it ended badly, the receiver must know that nobody writes."""
         if self._peer is not None:
             error = self.error
-            self._node.progress.call(lambda: self._say_end(error) if error else None)
-            self._node.progress.call(lambda: self._peer.conversations.pop(self._id, None))
+            self._node.progress.post(lambda: self._say_end(error) if error else None)
+            self._node.progress.post(lambda: self._peer.conversations.pop(self._id, None))
 
     def _say_end(self, error: KvxferError | None) -> None:
         if not self._said_end and self._id in self._peer.conversations:
@@ -367,7 +380,7 @@ class _Receive:
         self._line: object = None
         self._writing = False  # the sender may be writing: it counts as a writer of the reservation
         self._written = self._complete = False
-        reservation.on_stop(lambda: node.progress.call(self._stop))
+        reservation.on_stop(lambda: node.progress.post(self._stop))
 
     def grant(self, remote: RemoteCache, dst_lists: dict[str, np.ndarray]) -> None:
         """Give the right to write, with staging where the bytes come packed. Raises what it is refused for."""
@@ -394,7 +407,7 @@ class _Receive:
         self._line = self._node.staging.borrow(
             max(self._node.limits.chunk_bytes, needed),
             SLOTS,
-            lambda loan: self._node.progress.call(lambda: self._lend(stages, loan)),
+            lambda loan: self._node.progress.post(lambda: self._lend(stages, loan)),
         )
 
     def _count(self, way: str, nbytes: int, wire_bytes: int) -> None:

@@ -1,8 +1,8 @@
-"""How many bytes a load needs: per token, per request, for receiving and for staging. All from a layout's records.
+"""How many bytes a load needs, from a layout's records: a token, a request, receiving and staging.
 
-*Record bytes* are what the model's own records hold: planes, without page rounding. *Stored bytes* are what the pool
-gives away: whole blocks with the engine's strides. *Moved bytes* are the slices of the blocks that must travel.
-Every figure is per rank. Imports layout, coverage and errors.
+*Record bytes* are what the model's own records hold: planes, without page rounding. *Stored bytes* are what
+the pool gives away: whole blocks with the engine's strides. *Moved bytes* are the slices of the blocks that
+must travel. Every figure is per rank. Imports layout, coverage and errors.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from kvxfer.errors import InvalidRequest
 from kvxfer.layout import CacheLayout, Group, GroupKind, Record
 
 STAGING_CHUNK_BYTES = 16 << 20
-"""Where one packed transfer reaches three quarters of the wire's speed (274 of 355 GB/s, NCCL over NVLink)."""
+"""Where one packed transfer reaches three quarters of the wire's speed (274 of 355 GB/s, NCCL over NVLink).
+"""
 STAGING_CHUNKS = 2
 """One chunk is filled while the other travels."""
 CONCURRENCY = 3
-"""The rule for a receive buffer: the largest prompt times two to three concurrent requests, never an average."""
+"""The rule for a receive buffer: the largest prompt times two to three concurrent requests, never an average.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,7 @@ class Sizes:
 
 
 def record_entry_bytes(record: Record, block_tokens: int) -> Fraction:
-    """Bytes that one token adds to a slice, page rounding left out; of an opaque record, its share of the page."""
+    """Bytes that one token adds to a slice, without page rounding; an opaque record's share of its page."""
     if not record.planes:
         return Fraction(record.nbytes, block_tokens)
     return sum((Fraction(plane.entry_bytes, plane.tokens_per_entry) for plane in record.planes), Fraction(0))
@@ -80,7 +82,7 @@ def stored_bytes_per_token(layout: CacheLayout) -> Fraction:
 
 
 def block_stride(group: Group) -> int:
-    """The pool's bytes under one block: one stride for each run of memory in which the group's slices interleave."""
+    """The pool's bytes under one block: a stride for each run of memory in which slices interleave."""
     return sum(stride for _, stride, _ in slabs(group))
 
 
@@ -107,10 +109,11 @@ def group_size(layout: CacheLayout, group: Group, tokens: int) -> GroupSize:
 def size(layout: CacheLayout, *, tokens: int, concurrency: int = CONCURRENCY) -> Sizes:
     """Sizes for prompts of up to `tokens` tokens, `concurrency` of them at once.
 
-    The fixed part is what a request holds however long it grows: the windows of sliding layers (no more than the
-    prompt has), and rings and states at their full size, whether or not this length leaves a remainder. A receive
-    buffer is the decode pool's blocks for `concurrency` such prompts; staging is `STAGING_CHUNKS` packed chunks
-    for each of them, a chunk being no larger than the request and no smaller than its largest block.
+    The fixed part is what a request holds however long it grows: the windows of sliding layers (no more than
+    the prompt has), and rings and states at their full size, whether or not this length leaves a remainder. A
+    receive buffer is the decode pool's blocks for `concurrency` such prompts; staging is `STAGING_CHUNKS`
+    packed chunks for each of them, a chunk being no larger than the request and no smaller than its largest
+    block.
     """
     for name, value, least in (("tokens", tokens, 0), ("concurrency", concurrency, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 1 << 40:
@@ -128,7 +131,9 @@ def size(layout: CacheLayout, *, tokens: int, concurrency: int = CONCURRENCY) ->
         concurrency=concurrency,
         bytes_per_token=_number(bytes_per_token(layout)),
         stored_bytes_per_token=_number(stored_bytes_per_token(layout)),
-        block_stride_bytes=max((block_stride(group) for group in _growing(layout) or layout.groups), default=0),
+        block_stride_bytes=max(
+            (block_stride(group) for group in _growing(layout) or layout.groups), default=0
+        ),
         window_bytes_per_request=fixed - state,
         state_bytes_per_request=state,
         fixed_bytes_per_request=fixed,
@@ -147,7 +152,7 @@ def _growing(layout: CacheLayout) -> list[Group]:
 
 
 def _is_state(layout: CacheLayout, group: Group) -> bool:
-    """Rings and states; and compressor states that are paged like a sliding window, told by their only plane."""
+    """Rings, states, and compressor states paged like a window, told by their only plane."""
     if group.kind is GroupKind.SLIDING:
         planes = {plane.name for record in _slice_records(layout, group) for plane in record.planes}
         return planes == {"pending"}
@@ -160,7 +165,8 @@ def _held_blocks(group: Group, tokens: int) -> int:
 
 def _group_token_bytes(layout: CacheLayout, group: Group) -> Fraction:
     return sum(
-        (record_entry_bytes(record, group.block_tokens) for record in _slice_records(layout, group)), Fraction(0)
+        (record_entry_bytes(record, group.block_tokens) for record in _slice_records(layout, group)),
+        Fraction(0),
     )
 
 

@@ -1,8 +1,8 @@
 """From what an engine registers to a layout: shapes, strides and addresses, no model name.
 
-Arrays are taken as they come: NumPy, torch, CuPy, anything with a shape, strides and an address; none of those packages
-is imported. Several layers may lie in one storage, interleaved or one after the other, and several groups may overlay
-the same bytes. Imports NumPy, layout, coverage and errors.
+Arrays are taken as they come: NumPy, torch, CuPy, anything with a shape, strides and an address; none of
+those packages is imported. Several layers may lie in one storage, interleaved or one after the other, and
+several groups may overlay the same bytes. Imports NumPy, layout, coverage and errors.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kvxfer.layout import CacheLayout, Group, GroupKind, Padding, Plane, Record,
 class TensorGroup:
     """How the arrays of one group are to be read.
 
-    `axes` names each dimension of an array: ``B`` block, ``N`` token, ``H`` head, ``2`` keys and values, ``C`` content
-    (elements of one token and head). Strides come from the arrays, so ``B2NHC`` covers every order of bytes.
-    `content` splits C into named planes by element counts; without it C is ``k`` and ``v`` in halves where there are
-    heads and no axis 2, else one ``latent``. With `record` (for all layers, or per layer) the bytes of a block follow
-    that record and only ``B`` is read from the axes. `padding` names the bytes of a block that nothing claims; left
-    out, such bytes are an error.
+    `axes` names each dimension of an array: ``B`` block, ``N`` token, ``H`` head, ``2`` keys and values,
+    ``C`` content (elements of one token and head). Strides come from the arrays, so ``B2NHC`` covers every
+    order of bytes. `content` splits C into named planes by element counts; without it C is ``k`` and ``v`` in
+    halves where there are heads and no axis 2, else one ``latent``. With `record` (for all layers, or per
+    layer) the bytes of a block follow that record and only ``B`` is read from the axes. `padding` names the
+    bytes of a block that nothing claims; left out, such bytes are an error.
     """
 
     layers: Sequence[str] | None = None  # None: every tensor
@@ -51,15 +51,20 @@ def layout_from_tensors(
 ) -> CacheLayout:
     """The bound layout of `tensors`, a mapping from layer name to array.
 
-    `groups` names the groups; one `TensorGroup` (or none) stands for a single group ``full`` of all layers. A region is a
-    storage from its first array on, called like that array's layer. The caller keeps the arrays alive.
+    `groups` names the groups; one `TensorGroup` (or none) stands for a single group ``full`` of all layers. A
+    region is a storage from its first array on, called like that array's layer. The caller keeps the arrays
+    alive.
 
-    Raises InvalidLayout when axes do not fit a shape, when bytes of a block are claimed by nobody (and no padding was
-    named) or twice, or when a group's arrays disagree on their blocks.
+    Raises InvalidLayout when axes do not fit a shape, when bytes of a block are claimed by nobody (and no
+    padding was named) or twice, or when a group's arrays disagree on their blocks.
     """
     if not tensors:
         raise InvalidLayout("from_tensors needs at least one tensor")
-    specs = {"full": groups or TensorGroup()} if groups is None or isinstance(groups, TensorGroup) else dict(groups)
+    specs = (
+        {"full": groups or TensorGroup()}
+        if groups is None or isinstance(groups, TensorGroup)
+        else dict(groups)
+    )
     arrays = {name: _array(name, tensor) for name, tensor in tensors.items()}
     regions = _regions(arrays)
     records: dict[str, Record] = {}
@@ -73,7 +78,9 @@ def layout_from_tensors(
         used.update(layers)
         built.append(_group(name, spec, {layer: arrays[layer] for layer in layers}, regions, records))
     if arrays.keys() - used:
-        raise InvalidLayout(f"tensors {sorted(arrays.keys() - used)} are in no group; add them, or do not pass them")
+        raise InvalidLayout(
+            f"tensors {sorted(arrays.keys() - used)} are in no group; add them, or do not pass them"
+        )
     return CacheLayout(
         regions=tuple(regions),
         records=tuple(records.values()),
@@ -106,10 +113,13 @@ def _array(name: str, tensor: Any) -> _Array:
         found = _torch(tensor) if hasattr(tensor, "data_ptr") else _by_interface(tensor)
     except (AttributeError, KeyError, TypeError) as error:
         raise InvalidLayout(
-            f"tensor {name!r}: expected an array with shape, strides and an address, got {type(tensor).__name__}"
+            f"tensor {name!r}: expected an array with shape, strides and an address, got "
+            f"{type(tensor).__name__}"
         ) from error
     if 0 in found.shape or min(found.strides, default=0) < 0:
-        raise InvalidLayout(f"tensor {name!r}: empty or reversed, with shape {found.shape}, strides {found.strides}")
+        raise InvalidLayout(
+            f"tensor {name!r}: empty or reversed, with shape {found.shape}, strides {found.strides}"
+        )
     return found
 
 
@@ -187,7 +197,11 @@ class _Axes(NamedTuple):
 
 
 def _group(
-    name: str, spec: TensorGroup, arrays: Mapping[str, _Array], regions: Sequence[Region], records: dict[str, Record]
+    name: str,
+    spec: TensorGroup,
+    arrays: Mapping[str, _Array],
+    regions: Sequence[Region],
+    records: dict[str, Record],
 ) -> Group:
     read = {layer: _read_axes(layer, spec, array) for layer, array in arrays.items()}
     blocks = {axes.counts["B"] for axes in read.values()}
@@ -197,7 +211,9 @@ def _group(
         piece
         for layer, array in arrays.items()
         for piece in (
-            _given(layer, spec, array, read[layer]) if spec.record else _from_axes(layer, spec, array, read[layer])
+            _given(layer, spec, array, read[layer])
+            if spec.record
+            else _from_axes(layer, spec, array, read[layer])
         )
     ]
     block_tokens = _block_tokens(name, spec, read, pieces)
@@ -250,20 +266,31 @@ def _read_axes(layer: str, spec: TensorGroup, array: _Array) -> _Axes:
     axes = spec.axes.replace("D", "C")
     if spec.record:
         if "B" not in axes or axes.index("B") >= len(array.shape):
-            raise InvalidLayout(f"tensor {layer!r}: axes {spec.axes!r} must name the block axis of {array.shape}")
+            raise InvalidLayout(
+                f"tensor {layer!r}: axes {spec.axes!r} must name the block axis of {array.shape}"
+            )
         axis = axes.index("B")
         return _Axes({"B": array.shape[axis]}, {"B": array.strides[axis]})
-    if len(axes) != len(array.shape) or len(set(axes)) != len(axes) or set(axes) - set("B2NHC") or "B" not in axes:
+    if (
+        len(axes) != len(array.shape)
+        or len(set(axes)) != len(axes)
+        or set(axes) - set("B2NHC")
+        or "B" not in axes
+    ):
         raise InvalidLayout(
-            f"tensor {layer!r}: axes {spec.axes!r} must name each dimension of shape {array.shape} once, by B (block), "
-            "N (token), H (head), 2 (keys and values) and C (content)"
+            f"tensor {layer!r}: axes {spec.axes!r} must name each dimension of shape {array.shape} once, by "
+            "B (block), N (token), H (head), 2 (keys and values) and C (content)"
         )
     counts = dict(zip(axes, array.shape, strict=True))
     strides = dict(zip(axes, array.strides, strict=True))
     if counts.get("2", 2) != 2:
-        raise InvalidLayout(f"tensor {layer!r}: axis 2 of {spec.axes!r} has {counts['2']} entries, not keys and values")
+        raise InvalidLayout(
+            f"tensor {layer!r}: axis 2 of {spec.axes!r} has {counts['2']} entries, not keys and values"
+        )
     if "C" in axes and counts["C"] > 1 and strides["C"] != array.itemsize:
-        raise InvalidLayout(f"tensor {layer!r}: content must be contiguous, its stride is {strides['C']} bytes")
+        raise InvalidLayout(
+            f"tensor {layer!r}: content must be contiguous, its stride is {strides['C']} bytes"
+        )
     return _Axes(counts, strides)
 
 
@@ -273,7 +300,7 @@ def _given(layer: str, spec: TensorGroup, array: _Array, axes: _Axes) -> list[_P
 
 
 def _from_axes(layer: str, spec: TensorGroup, array: _Array, axes: _Axes) -> list[_Piece]:
-    """The layer in as few slices as lie together: keys, values and heads apart where other bytes lie between them."""
+    """The layer in slices: keys, values and heads apart where other bytes lie between them."""
     counts, strides = axes
     size = array.itemsize
     content = counts.get("C", 1) * size
@@ -299,11 +326,15 @@ def _from_axes(layer: str, spec: TensorGroup, array: _Array, axes: _Axes) -> lis
                 planes=tuple(planes),
                 padding=_gaps(planes, nbytes, spec.padding) if spec.padding else (),
             )
-            pieces.append(_Piece(layer=layer, address=array.address + offset, block_stride=strides["B"], record=record))
+            pieces.append(
+                _Piece(layer=layer, address=array.address + offset, block_stride=strides["B"], record=record)
+            )
     return pieces
 
 
-def _planes(spec: TensorGroup, array: _Array, axes: _Axes, half: int | None, head: int | None) -> Iterator[Plane]:
+def _planes(
+    spec: TensorGroup, array: _Array, axes: _Axes, half: int | None, head: int | None
+) -> Iterator[Plane]:
     counts, strides = axes
     size, elements = array.itemsize, axes.counts.get("C", 1)
     if spec.content is not None:
@@ -348,7 +379,9 @@ def _tag(
 ) -> str:
     order = sorted((axis for axis in counts if axis != "B"), key=lambda axis: -strides[axis])
     shape = "x".join(f"{axis}{counts[axis]}" for axis in order)
-    part = ("" if half is None else f".{'kv'[half]}") + ("" if head is None else f".h{spec.head_start + head}")
+    part = ("" if half is None else f".{'kv'[half]}") + (
+        "" if head is None else f".h{spec.head_start + head}"
+    )
     content = "" if spec.content is None else "." + "+".join(spec.content)
     return f"{array.dtype}.{shape}{content}{part}"
 
@@ -362,7 +395,9 @@ def _block_tokens(name: str, spec: TensorGroup, read: Mapping[str, _Axes], piece
     found = {plane.entries * plane.tokens_per_entry for plane in planes}
     found |= {axes.counts["N"] for axes in read.values() if "N" in axes.counts}
     if len(found) != 1:
-        raise InvalidLayout(f"group {name!r}: the arrays say blocks of {sorted(found)} tokens; pass block_tokens")
+        raise InvalidLayout(
+            f"group {name!r}: the arrays say blocks of {sorted(found)} tokens; pass block_tokens"
+        )
     return found.pop()
 
 
@@ -379,10 +414,8 @@ def _gaps(planes: Sequence[Plane], nbytes: int, name: str) -> tuple[Padding, ...
     return tuple(Padding(name=name, offset=int(a), nbytes=int(b - a)) for a, b in edges.reshape(-1, 2))
 
 
-def _name_gaps(
-    name: str, group: Group, mine: Mapping[str, Record], records: dict[str, Record]
-) -> Group:
-    """Gaps between the slices of the first slab become the group's padding; those of other slabs their records'."""
+def _name_gaps(name: str, group: Group, mine: Mapping[str, Record], records: dict[str, Record]) -> Group:
+    """Gaps in the first slab become the group's padding, those in other slabs their records'."""
     padding: list[Padding] = []
     slices = list(group.slices)
     for region, stride, slab in slabs(group):
@@ -430,4 +463,6 @@ def _widen(record: Record, nbytes: int, name: str) -> Record:
 def _keep(records: dict[str, Record], record: Record) -> None:
     known = records.setdefault(record.tag, record)
     if known != record:
-        raise InvalidLayout(f"record tag {record.tag!r} stands for two byte layouts; pass records with other tags")
+        raise InvalidLayout(
+            f"record tag {record.tag!r} stands for two byte layouts; pass records with other tags"
+        )

@@ -89,7 +89,7 @@ class Transfer:
         self._stats = TransferStats()
         self._moved_bytes = 0
         self._started = time.monotonic()
-        self._stop: Callable[[], None] = lambda: None
+        self._stop_call: Callable[[], None] = lambda: None
 
     # --- what a user calls ----------------------------------------------------------------------------------
 
@@ -196,6 +196,11 @@ class Transfer:
         return self._error
 
     @property
+    def elapsed_s(self) -> float:
+        """Seconds since the call."""
+        return time.monotonic() - self._started
+
+    @property
     def remaining_s(self) -> float:
         """Seconds to the transfer's own deadline."""
         return self._started + self._timeout_s - time.monotonic()
@@ -205,7 +210,7 @@ class Transfer:
         with self._ended:
             armed, self._armed = self._armed, True
         if not armed:
-            self._progress.call(lambda: self._progress.call_later(max(0.0, self.remaining_s), self._expire))
+            self._progress.post(lambda: self._progress.call_later(max(0.0, self.remaining_s), self._expire))
 
     def _expire(self) -> None:
         self.abort(
@@ -225,7 +230,7 @@ class Transfer:
 
     def on_stop(self, stop: Callable[[], None]) -> None:
         """What to call, once, on the thread that aborts, when bytes may still be under way elsewhere."""
-        self._stop = stop
+        self._stop_call = stop
 
     def on_end(self, call: Callable[[], None]) -> None:
         """What to call, once, on the thread that ends the transfer. Only before it is under way."""
@@ -284,7 +289,7 @@ class Transfer:
                 return
             self._error = error
             self._move_to(TransferState.CANCELLING)
-        self._stop()
+        self._stop_call()
         self._end_if_drained()
 
     def _end_if_drained(self) -> None:

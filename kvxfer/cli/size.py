@@ -1,4 +1,4 @@
-"""``kvxfer size``: bytes a token, a request, a receive buffer and staging for a model on an engine, offline."""
+"""``kvxfer size``: bytes a token, a request, a receive buffer and staging for a model, offline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", help="name of a known model, e.g. deepseek-ai/DeepSeek-V4.1-Flash")
     source.add_argument("--config", help="path of a model's config.json")
-    parser.add_argument("--tokens", type=int, default=32768, help="longest prompt in tokens (default %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, default=32768, help="longest prompt in tokens (default %(default)s)"
+    )
     parser.add_argument(
         "--concurrency", type=int, default=CONCURRENCY, help="such prompts at once (default %(default)s)"
     )
@@ -32,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine-version", help="e.g. 0.32.0; default: the newest described")
     parser.add_argument("--kv-cache-dtype", default="auto", help=", ".join(KV_CACHE_DTYPES))
     parser.add_argument("--indexer-dtype", default="auto", help=", ".join(INDEXER_DTYPES))
-    parser.add_argument("--indexer-sparse-logits", action="store_true", help="DeepSeek-V4.1: two-level indexer")
+    parser.add_argument(
+        "--indexer-sparse-logits", action="store_true", help="DeepSeek-V4.1: two-level indexer"
+    )
     parser.add_argument("--block-tokens", type=int, help="tokens in a block; default: the engine's own")
     parser.add_argument("--order", default="auto", help=", ".join(ORDERS))
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks; figures are per rank")
@@ -40,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", default="none", help=", ".join(DRAFTS))
     parser.add_argument("--draft-tokens", type=int, help="tokens that the draft proposes")
     parser.add_argument("--state-dtype", help="recurrent state of linear attention: fp32 or bf16")
-    parser.add_argument("--gpu-memory-gib", type=float, help="memory of one GPU; with it the output says what fits")
+    parser.add_argument(
+        "--gpu-memory-gib", type=float, help="memory of one GPU; with it the output says what fits"
+    )
     parser.add_argument("--weights-gib", type=float, help="weights, activations and all else on that GPU")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
@@ -82,7 +88,9 @@ def _fit(sizes: Sizes, gpu_memory_gib: float | None, weights_gib: float | None) 
             raise InvalidRequest("--weights-gib says nothing without --gpu-memory-gib; pass both")
         return {}
     weights_gib = weights_gib or 0.0
-    if not (math.isfinite(gpu_memory_gib) and math.isfinite(weights_gib) and gpu_memory_gib > 0 <= weights_gib):
+    if not (
+        math.isfinite(gpu_memory_gib) and math.isfinite(weights_gib) and gpu_memory_gib > 0 <= weights_gib
+    ):
         raise InvalidRequest(f"GiB must be finite and not negative, got {gpu_memory_gib} and {weights_gib}")
     room = int(gpu_memory_gib * _GIB) - int(weights_gib * _GIB)
     needed = sizes.receive_buffer_bytes + sizes.staging_bytes
@@ -101,7 +109,11 @@ def _fit(sizes: Sizes, gpu_memory_gib: float | None, weights_gib: float | None) 
 
 
 def _table(report: dict[str, Any], layout: CacheLayout, sizes: Sizes) -> str:
-    lines = [f"{report['model']} on {report['engine']}, per rank of tp {report['tp']}", f"  KV cache: {report['kv_cache']}", ""]
+    lines = [
+        f"{report['model']} on {report['engine']}, per rank of tp {report['tp']}",
+        f"  KV cache: {report['kv_cache']}",
+        "",
+    ]
     rows = [
         ("bytes per token", f"{sizes.bytes_per_token:,}", "the model's own records"),
         ("  as stored", f"{sizes.stored_bytes_per_token:,}", f"block stride {sizes.block_stride_bytes:,} B"),
@@ -117,15 +129,22 @@ def _table(report: dict[str, Any], layout: CacheLayout, sizes: Sizes) -> str:
     if "fits" in report:
         verdict = "fits" if report["fits"] else "DOES NOT FIT"
         rows.append(
-            ("next to the weights", verdict, f"{_size(report['left_bytes'])} left; room for {report['requests_that_fit']}")
+            (
+                "next to the weights",
+                verdict,
+                f"{_size(report['left_bytes'])} left; room for {report['requests_that_fit']}",
+            )
         )
     lines += [f"{name:<36}{value:>14}  {note}".rstrip() for name, value, note in rows]
-    header = f"{'group':<12}{'kind':<9}{'layers':>6}{'block':>7}{'window':>8}{'blocks':>9}{'slices B':>12}{'stride B':>12}  moved"
+    widths = (("kind", "<9"), ("layers", ">6"), ("block", ">7"), ("window", ">8"), ("blocks", ">9"))
+    header = f"{'group':<12}" + "".join(f"{name:{width}}" for name, width in widths)
+    header += f"{'slices B':>12}{'stride B':>12}  moved"
     lines += ["", header]
     for group in sizes.groups:
         lines.append(
-            f"{group.name:<12}{group.kind:<9}{group.layers:>6}{group.block_tokens or '-':>7}{group.window or '-':>8}"
-            f"{group.blocks:>9,}{group.slice_bytes:>12,}{group.block_stride_bytes:>12,}  {_size(group.moved_bytes)}"
+            f"{group.name:<12}{group.kind:<9}{group.layers:>6}{group.block_tokens or '-':>7}"
+            f"{group.window or '-':>8}{group.blocks:>9,}{group.slice_bytes:>12,}"
+            f"{group.block_stride_bytes:>12,}  {_size(group.moved_bytes)}"
         )
     return "\n".join(lines)
 

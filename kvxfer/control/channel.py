@@ -219,7 +219,7 @@ class Channel:
                 self._drop_message(type(error).__name__, error)
             if socket.closed:
                 return
-        self._progress.call(lambda: self._read(socket))  # the poller would not be woken for what is left
+        self._progress.post(lambda: self._read(socket))  # the poller would not be woken for what is left
 
     def _take(self, socket: zmq.Socket, frames: list[bytes]) -> None:
         route = frames[0] if socket is self._router else None

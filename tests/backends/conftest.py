@@ -1,0 +1,62 @@
+"""The conformance suite's parameters. A backend of another package runs the suite by its name:
+
+    pytest tests/backends --kvxfer-backend NAME
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+import kvxfer
+from kvxfer import CacheLayout
+from kvxfer.connector import WAYS
+
+from .peer import SECRET, Peer, make_arrays
+
+OWN = {"shm": (("mapped", "shared"), ("direct", "private"), ("packed", "private"), ("packed", "shared"))}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kvxfer-backend", action="append", help="run the conformance suite for this backend only")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "road" not in metafunc.fixturenames:
+        return
+    names = metafunc.config.getoption("--kvxfer-backend") or list(OWN)
+    every_way = tuple(itertools.product(WAYS, ("private",)))
+    roads = [(name, way, memory) for name in names for way, memory in OWN.get(name, every_way)]
+    metafunc.parametrize("road", roads, ids="-".join, scope="session", indirect=True)
+
+
+@dataclass
+class Pair:
+    """A connector here and a peer in another process, on one backend and way."""
+
+    backend: str
+    way: str
+    memory: str
+    here: kvxfer.Connector
+    peer: Peer
+    names: Iterator[str]
+
+    def caches(self, src: CacheLayout, dst: CacheLayout) -> tuple[str, kvxfer.Cache, dict[str, np.ndarray]]:
+        """A random cache at the peer and a zero one here, under one new name."""
+        name = next(self.names)
+        self.peer.register(name, src, self.memory, seed=len(name))
+        arrays = make_arrays(dst, self.memory, None)
+        return name, self.here.register(arrays, dst, name=name), arrays
+
+
+@pytest.fixture(scope="session")
+def road(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    backend, way, memory = request.param
+    with Peer(backend, ways=(way,)) as peer, kvxfer.Connector(
+        "here", backends=[backend], ways=(way,), secret=SECRET
+    ) as here:
+        yield Pair(backend, way, memory, here, peer, (f"kv{i}" for i in itertools.count()))

@@ -1,0 +1,159 @@
+"""A peer in a process of its own, driven over a pipe: `with Peer("shm") as peer: peer.publish(...)`."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import secrets
+import signal
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+import kvxfer
+from kvxfer import CacheLayout
+
+SECRET = b"the secret of the conformance suite"
+TIMEOUT_S = 30.0
+
+
+def make_arrays(layout: CacheLayout, memory: str, seed: int | None) -> dict[str, np.ndarray]:
+    """Byte arrays for every region: random with a seed, else zero. `memory` is shared or private."""
+    arrays = {}
+    for index, region in enumerate(layout.regions):
+        array = kvxfer.shared_empty(region.nbytes) if memory == "shared" else np.zeros(region.nbytes, np.uint8)
+        if seed is not None:
+            array[:] = np.random.default_rng((seed, index)).integers(0, 256, region.nbytes, np.uint8)
+        arrays[region.name] = array
+    return arrays
+
+
+class Peer:
+    """The peer's proxy. Every method of `_Servant` can be called on it; errors come back as they are."""
+
+    def __init__(self, backend: str = "shm", **options: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, backend, options), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._pipe.send((method, args, kwargs))
+            if not self._pipe.poll(TIMEOUT_S):
+                raise TimeoutError(f"the peer did not answer {method} within {TIMEOUT_S} s")
+            ok, value = self._pipe.recv()
+            if not ok:
+                raise value
+            return value
+
+        return call
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signal the process."""
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        """Kill the process and wait for its end."""
+        self.process.kill()
+        self.process.join(TIMEOUT_S)
+
+    def close(self) -> None:
+        """Let the process end in an orderly way."""
+        self._pipe.close()
+        self.process.join(TIMEOUT_S)
+        if self.process.is_alive():
+            self.kill()
+
+
+class _Servant:
+    def __init__(self, backend: str, options: dict[str, Any]) -> None:
+        options = {"secret": SECRET, **options}
+        name = options.pop("name", f"peer-{secrets.token_hex(4)}")
+        self.connector = kvxfer.Connector(name, backends=[backend], **options)
+        self.caches: dict[str, kvxfer.Cache] = {}
+        self.arrays: dict[str, dict[str, np.ndarray]] = {}
+        self.leases: dict[bytes, kvxfer.Lease] = {}
+        self.transfers: dict[int, kvxfer.Transfer] = {}
+
+    def endpoint(self) -> str:
+        return self.connector.endpoint
+
+    def register(self, name: str, layout: CacheLayout, memory: str, seed: int | None) -> None:
+        self.arrays[name] = make_arrays(layout, memory, seed)
+        self.caches[name] = self.connector.register(self.arrays[name], layout, name=name)
+
+    def publish(self, cache: str, blocks: dict[str, list[int]], **options: Any) -> bytes:
+        lease = self.caches[cache].publish(blocks, **options)
+        self.leases[bytes(lease.ticket)] = lease
+        return bytes(lease.ticket)
+
+    def lease_state(self, ticket: bytes, wait_s: float = 0.0) -> str:
+        self.leases[ticket].released.wait(wait_s)
+        return self.leases[ticket].state.value
+
+    def release(self, ticket: bytes) -> None:
+        self.leases[ticket].release()
+
+    def fill(self, cache: str, value: int) -> None:
+        for array in self.arrays[cache].values():
+            array[:] = value
+
+    def contents(self, cache: str) -> dict[str, np.ndarray]:
+        return {name: np.array(array) for name, array in self.arrays[cache].items()}
+
+    def fetch(self, cache: str, ticket: bytes, into: dict[str, list[int]], **options: Any) -> int:
+        return self._keep(self.caches[cache].fetch(ticket, into=into, **options))
+
+    def reserve(self, cache: str, blocks: dict[str, list[int]], **options: Any) -> tuple[int, bytes]:
+        reservation = self.caches[cache].reserve(blocks, **options)
+        return self._keep(reservation), bytes(reservation.ticket)
+
+    def send(self, cache: str, ticket: bytes, blocks: dict[str, list[int]], **options: Any) -> int:
+        return self._keep(self.caches[cache].send(ticket, blocks, **options))
+
+    def layer_ready(self, transfer: int, layer: str) -> None:
+        self.transfers[transfer].layer_ready(layer)
+
+    def cancel(self, transfer: int) -> None:
+        self.transfers[transfer].cancel()
+
+    def wait(self, transfer: int, timeout_s: float = TIMEOUT_S) -> kvxfer.TransferStats:
+        return self.transfers[transfer].wait(timeout_s)
+
+    def state(self, transfer: int) -> str:
+        return self.transfers[transfer].state.value
+
+    def metrics(self) -> Any:
+        return self.connector.metrics
+
+    def issue(self, layout: CacheLayout, blocks: dict[str, list[int]], **options: Any) -> bytes:
+        return bytes(self.connector.issue(layout, blocks, **options))
+
+    def set_members(self, members: dict[int, str]) -> None:
+        self.connector.set_members(members)
+
+    def _keep(self, transfer: kvxfer.Transfer) -> int:
+        self.transfers[id(transfer)] = transfer
+        return id(transfer)
+
+
+def _serve(pipe: Connection, backend: str, options: dict[str, Any]) -> None:
+    servant = _Servant(backend, options)
+    with servant.connector, contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
+        while True:
+            method, args, kwargs = pipe.recv()
+            try:
+                answer = True, getattr(servant, method)(*args, **kwargs)
+            except Exception as error:
+                answer = False, error
+            pipe.send(answer)
