@@ -15,7 +15,7 @@ import numpy as np
 from kvxfer import kernels
 from kvxfer import ticket as tickets
 from kvxfer.arrays import Span, span_of
-from kvxfer.control.messages import Claim, Credit, Ended, Message, Pull, RegionHandles, Role, Stop
+from kvxfer.control.messages import Claim, Credit, Ended, Message, Pull, RegionHandles, Role, Sources, Stop
 from kvxfer.errors import (
     BufferTooSmall,
     Cancelled,
@@ -42,6 +42,7 @@ from kvxfer.ticket import Record, Ticket
 WIRE_FORMATS = ("raw",)
 _MAX_REMEMBERED = 65536
 _MAX_REQUEST_ID = 256
+_MAX_JOINS = 64  # of one peer
 
 AnyTicket = Ticket | bytes | Mapping[str, str]
 
@@ -222,9 +223,24 @@ class Cache:
         _check_wire(pull.offer.wire)
         src_lists = lease.lists
         dst_lists = stand_ins(remote, pull.blocks, lease.ticket.tokens)
-        joined = join([self.layout], remote.layout)[0]
+        if pull.sources and pull.sources not in peer.joins:
+            raise InvalidRequest("the pull names sources that were not told")
+        joined = peer.joins[pull.sources] if pull.sources else join([self.layout], remote.layout)[0]
         plan = PreparedPlan(joined.plan_checked(src_lists, dst_lists, tokens=lease.ticket.tokens))
         _Serve(node, peer, pull, plan, self.bases, peer.open_region(pull.offer.staging)).start()
+
+    def learn_sources(self, peer: Peer, message: Sources) -> None:
+        """Work out this rank's part of a cache that several ranks fill. Raises when it has none."""
+        remote = peer.caches.get(message.into_cache)
+        if remote is None or not 0 <= message.index < len(message.layouts):
+            raise InvalidRequest(f"sources for cache {message.into_cache!r} of {peer.identity.name} make no sense")
+        if message.layouts[message.index] != self.layout.unbound():
+            raise InvalidRequest(f"layout {message.index} of the sources is not that of cache {self.name!r}")
+        for joined in join(message.layouts, remote.layout, first=message.first):
+            if joined.source == message.index:
+                peer.joins[message.key] = joined
+                while len(peer.joins) > _MAX_JOINS:
+                    peer.joins.pop(next(iter(peer.joins)))
 
     def serve_claim(self, peer: Peer, claim: Claim) -> None:
         """Let a peer write into a reservation. Raises what the peer is refused for."""

@@ -153,10 +153,13 @@ class Directory:
         if search.missing is None:
             members = peer.identity.members
             search.missing = set(members)
-            for rank, endpoint in members.items():
-                if rank != peer.identity.rank:
+            if members and members.get(peer.identity.rank) != peer.identity.endpoint:
+                del search.peers[peer.identity.rank]  # a scheduler: it issues tickets and holds no cache
+            for endpoint in members.values():
+                if endpoint != peer.identity.endpoint:
                     self._dial(search, endpoint)
-        search.missing.discard(peer.identity.rank)
+        if peer in search.peers.values():
+            search.missing.discard(peer.identity.rank)
         if search.missing:
             return
         del self._searches[search.key]

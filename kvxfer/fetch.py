@@ -13,11 +13,12 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from kvxfer import moves
 from kvxfer.backends.base import Direction
-from kvxfer.control.messages import Chunk, Ended, Message, PackedOffer, Pull, Refused, Release, Stop
+from kvxfer.control.messages import Chunk, Ended, Message, PackedOffer, Pull, Refused, Release, Sources, Stop
 from kvxfer.directory import Engine
 from kvxfer.errors import (
     BackendError,
@@ -50,11 +51,12 @@ ANNOUNCEMENT_S = 1.0  # how long after its ticket a peer's newly registered cach
 
 @dataclass(frozen=True)
 class _Source:
-    """One rank that a fetch reads from."""
+    """One rank that a fetch reads from, and what to tell it where several fill the cache together."""
 
     peer: Peer
     cache: RemoteCache
     join: Join
+    together: Sources | None
 
 
 @dataclass(frozen=True)
@@ -242,9 +244,21 @@ def sources_of(engine: Engine, ticket: Ticket, cache: Cache, node: Node) -> list
     caches = [peer.caches[ticket.cache] for peer in holders]
     for remote in caches:
         check_fingerprints(cache, remote, ticket)
-    joins = join([remote.layout for remote in caches], cache.layout, first=node.identity.rank % len(caches))
-    found = engine.joins[key] = [_Source(holders[j.source], caches[j.source], j) for j in joins]
+    first = node.identity.rank % len(caches)
+    layouts = tuple(remote.layout for remote in caches)
+    joins = join(layouts, cache.layout, first=first)
+    together = Sources(
+        key=new_transfer_id(), cache=ticket.cache, into_cache=cache.name, layouts=layouts, index=0, first=first
+    )
+    found = engine.joins[key] = [
+        _Source(holders[j.source], caches[j.source], j, _for_index(together, j.source) if len(caches) > 1 else None)
+        for j in joins
+    ]
     return found
+
+
+def _for_index(together: Sources, index: int) -> Sources:
+    return msgspec.structs.replace(together, index=index)
 
 
 def check_fingerprints(cache: Cache, remote: RemoteCache, ticket: Ticket) -> None:
@@ -304,6 +318,10 @@ class _PullConversation:
         self._peer.conversations[self._id] = self
         self._asked = True
         self._fetch.waits_for(f"chunks from {self._peer.identity.name}")
+        together = self._leg.source.together
+        if together is not None and together.key not in self._peer.told_sources:
+            self._peer.told_sources.add(together.key)
+            self._peer.session.send(together)
         self._peer.session.send(
             Pull(
                 transfer=self._id,
@@ -312,6 +330,7 @@ class _PullConversation:
                 cache=self._ticket.cache,
                 into_cache=self._cache.name,
                 blocks=self._fetch.block_counts(),
+                sources=0 if together is None else together.key,
                 offer=PackedOffer(
                     staging=node.staging_handles,
                     offset=loan.offset,

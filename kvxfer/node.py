@@ -30,6 +30,7 @@ from kvxfer.control.messages import (
     RegionHandles,
     Release,
     Renew,
+    Sources,
 )
 from kvxfer.directory import Directory
 from kvxfer.errors import Cancelled, Closed, InvalidRequest, InvalidTicket, KvxferError, PeerGone
@@ -303,6 +304,9 @@ class Node:
             self._released(message)
         elif isinstance(message, Renew):
             self._renewed(message)
+        elif isinstance(message, Sources):
+            if message.cache in self.caches:
+                self.caches[message.cache].learn_sources(peer, message)
         elif isinstance(message, (Pull, Claim)):
             self._serve(peer, message)
         else:

@@ -22,6 +22,7 @@ from kvxfer.control.messages import CacheInfo, Description, Message, RegionHandl
 from kvxfer.errors import BackendError, InvalidLayout, KvxferError, LeaseExpired, NoCommonBackend, PeerGone
 from kvxfer.layout import CacheLayout
 from kvxfer.lease import ENDED, HEADER_BYTES, SLOT, SLOT_BYTES
+from kvxfer.plan import Join
 from kvxfer.ticket import Record, Ticket
 
 _log = logging.getLogger(__name__)
@@ -121,6 +122,8 @@ class Peer:
         self.table: RemoteTable | None = None
         self.described = False
         self.why_not: dict[str, str] = {}  # backend: why it was not possible
+        self.told_sources: set[int] = set()  # keys of the Sources messages that this side has sent
+        self.joins: dict[int, Join] = {}  # by the key of a Sources message that the peer has sent
 
     def describe(self, description: Description, backends: Mapping[str, Backend]) -> None:
         """Take in what the peer has. Raises NoCommonBackend or what the layouts or handles are wrong in."""

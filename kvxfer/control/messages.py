@@ -123,8 +123,26 @@ class PackedOffer(msgspec.Struct, frozen=True, kw_only=True):
     wire: str
 
 
+class Sources(Message, tag="sources"):
+    """Tells one of several ranks how they fill the sender's cache together, so that both cut the same plan.
+
+    `layouts` are the ranks' caches, the receiver's is ``layouts[index]``; `first` as in `kvxfer.plan.join`. Pulls name
+    it by `key`.
+    """
+
+    key: int
+    cache: str
+    into_cache: str
+    layouts: tuple[CacheLayout, ...]
+    index: int
+    first: int
+
+
 class Pull(Message, tag="pull"):
-    """Asks the publisher to pack leased blocks into the sender's staging. `blocks` counts destination blocks."""
+    """Asks the publisher to pack leased blocks into the sender's staging. `blocks` counts destination blocks.
+
+    `sources` is the key of a `Sources` message, or 0 where the receiver alone fills the cache.
+    """
 
     transfer: int
     slot: int
@@ -132,6 +150,7 @@ class Pull(Message, tag="pull"):
     cache: str
     into_cache: str
     blocks: dict[str, int]
+    sources: int
     offer: PackedOffer
 
 
@@ -201,7 +220,7 @@ class Refused(Message, tag="refused"):
 
 
 _ALL = (
-    Hello | Welcome | Description | Ping | Bye | Release | Renew | Pull | Claim | Grant | Chunk | Credit | Stop
+    Hello | Welcome | Description | Ping | Bye | Release | Renew | Sources | Pull | Claim | Grant | Chunk | Credit | Stop
     | Ended | Received | Refused
 )
 _encoder = msgspec.msgpack.Encoder()
