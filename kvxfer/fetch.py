@@ -32,7 +32,7 @@ from kvxfer.errors import (
 from kvxfer.kernels import PreparedPlan
 from kvxfer.layout import fingerprint_differences
 from kvxfer.node import Node, new_transfer_id
-from kvxfer.packed import SLOTS, PackedSink
+from kvxfer.packed import PackedSink, borrow
 from kvxfer.plan import Join, check_blocks, join
 from kvxfer.remote import Peer, RemoteCache
 from kvxfer.staging import Loan
@@ -285,11 +285,14 @@ class _PullConversation:
         self._asked = self._writer_ended = self._complete = False
 
     def start(self) -> None:
-        slot_bytes = max(self._node.limits.chunk_bytes, self._leg.plan.plan.largest_segment_bytes)
+        node = self._node
         self._fetch.waits_for("staging buffers")
         try:
-            self._line = self._node.staging.borrow(
-                slot_bytes, SLOTS, lambda loan: self._node.progress.post(lambda: self._pull(loan))
+            self._line = borrow(
+                node.staging,
+                [self._leg.plan],
+                node.limits.chunk_bytes,
+                lambda loan: node.progress.post(lambda: self._pull(loan)),
             )
         except KvxferError as error:
             self._fetch.abort(error)
@@ -297,6 +300,10 @@ class _PullConversation:
     def _pull(self, loan: Loan) -> None:
         if self._fetch.done() or self._fetch.stopping:
             self._node.staging.give_back(loan)
+            return
+        if not self._peer.session.open:  # it ended while this fetch stood in line, and told its conversations then
+            self._node.staging.give_back(loan)
+            self._fetch.abort(PeerGone(f"{self._peer.identity.name} went away"))
             return
         self._loan = loan
         node = self._node

@@ -144,7 +144,7 @@ def cpu_isa() -> str:
 
 
 def choose_cpu_isa(name: str) -> None:
-    """Compute formats with `name` (portable, avx2 or avx512). Raises InvalidRequest where this CPU lacks it."""
+    """Compute formats with `name`: portable, avx2, avx512. Raises InvalidRequest where the CPU lacks it."""
     if not _native.choose_cpu_isa(name):
         raise InvalidRequest(
             f"KVXFER_CPU_ISA: expected portable, avx2 or avx512 as far as this CPU has them, got {name!r}"

@@ -180,8 +180,8 @@ class Node:
                 time.sleep(0.001)
         for lease in list(self.leases.values()):
             self.end_lease(lease, LeaseState.RELEASED)
+        self.pool.close()  # first: goodbye tells a peer that nothing is written into its memory any more
         self.progress.close(self.channel.close)
-        self.pool.close()
         for peer in list(self.directory.peers.values()):
             if peer.link is not None:
                 peer.link.close()
@@ -210,9 +210,9 @@ class Node:
         """The staging ring, allocated at first use. Any thread. Raises SharedMemoryFull."""
         with self._lock:
             if self._staging is None:
-                chunk = self.limits.chunk_bytes
-                memory, self.staging_handles = self._allocate(max(1, self.limits.staging_bytes // chunk) * chunk)
-                self._staging = StagingRing(memory, chunk)
+                units = max(1, self.limits.staging_bytes // packed.UNIT_BYTES)
+                memory, self.staging_handles = self._allocate(units * packed.UNIT_BYTES)
+                self._staging = StagingRing(memory, packed.UNIT_BYTES)
             return self._staging
 
     @property

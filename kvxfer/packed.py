@@ -22,10 +22,24 @@ from kvxfer.kernels import PreparedPlan
 from kvxfer.plan import Chunk
 from kvxfer.progress import MoverPool, ProgressThread
 from kvxfer.remote import Peer
-from kvxfer.staging import Loan
+from kvxfer.staging import Loan, StagingRing
 
-SLOTS = 4  # chunks in flight that a transfer asks for
-CHUNK_BYTES = 1 << 20  # small enough that a chunk is still in cache when it is scattered
+SLOTS = 8  # chunks in flight that a transfer asks for
+CHUNK_BYTES = 4 << 20  # measured between two processes: smaller ones pay for messages, larger ones leave the caches
+UNIT_BYTES = 256 << 10  # granularity of staging
+
+
+def borrow(
+    ring: StagingRing, stages: Sequence[PreparedPlan], chunk_bytes: int, granted: Callable[[Loan], None]
+) -> object:
+    """Ask for the staging that a receiving side needs: as many chunks as pay, and no more than there are bytes.
+
+    `granted` and errors as in `StagingRing.borrow`.
+    """
+    total = sum(plan.plan.wire_bytes for plan in stages)
+    largest = max((plan.plan.largest_segment_bytes for plan in stages), default=0)
+    slot_bytes = max(largest, min(chunk_bytes, total), 1)
+    return ring.borrow(slot_bytes, min(SLOTS, -(-total // slot_bytes) + 1), granted)
 
 
 class PackedSource:

@@ -42,7 +42,7 @@ from kvxfer.errors import (
 from kvxfer.fetch import ANNOUNCEMENT_S, check_fingerprints
 from kvxfer.kernels import PreparedPlan
 from kvxfer.node import Node, new_transfer_id
-from kvxfer.packed import SLOTS, PackedSink, PackedSource
+from kvxfer.packed import PackedSink, PackedSource, borrow
 from kvxfer.plan import check_blocks, join
 from kvxfer.remote import Peer, RemoteCache
 from kvxfer.staging import Loan
@@ -187,6 +187,9 @@ class Send(Transfer):
 
     def _claim(self, way: str) -> None:
         if self.done() or self.stopping:
+            return
+        if not self._peer.session.open:  # it ended a moment ago, and told its conversations then
+            self.abort(PeerGone(f"{self._peer.identity.name} went away"))
             return
         self._peer.conversations[self._id] = self
         self.waits_for(f"{self._peer.identity.name} to grant the reservation")
@@ -403,10 +406,10 @@ class _Receive:
         ]
         self._complete = not any(stage.plan.parts for stage in stages)
         self._count("packed", sum(s.plan.nbytes for s in stages), sum(s.plan.wire_bytes for s in stages))
-        needed = max(stage.plan.largest_segment_bytes for stage in stages)
-        self._line = self._node.staging.borrow(
-            max(self._node.limits.chunk_bytes, needed),
-            SLOTS,
+        self._line = borrow(
+            self._node.staging,
+            stages,
+            self._node.limits.chunk_bytes,
             lambda loan: self._node.progress.post(lambda: self._lend(stages, loan)),
         )
 

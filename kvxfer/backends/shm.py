@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import weakref
 
 import msgspec
 import numpy as np
@@ -95,6 +96,7 @@ class _SharedMemoryLink(Link):
     def __init__(self, hello: _Hello) -> None:
         self._pid = hello.pid
         self._fds: dict[str, int] = {}
+        self._finalizer = weakref.finalize(self, _close_all, self._fds)
         self._mappings = {}
         self._closed = False
         identity = self._map(hello.segment)
@@ -141,9 +143,7 @@ class _SharedMemoryLink(Link):
 
     def close(self) -> None:
         self._closed = True
-        fds, self._fds = self._fds, {}
-        for fd in fds.values():
-            os.close(fd)
+        self._finalizer()
         self._mappings.clear()
 
     def _map(self, name: str):
@@ -159,6 +159,11 @@ class _SharedMemoryLink(Link):
         if code:
             return f"process_vm_readv: {os.strerror(code)}"
         return "" if seen.tobytes() == self._nonce else "process_vm_readv reaches another process (PID namespaces?)"
+
+
+def _close_all(fds: dict[str, int]) -> None:
+    while fds:
+        os.close(fds.popitem()[1])
 
 
 class _Moved(Operation):
