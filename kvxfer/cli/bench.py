@@ -1,4 +1,33 @@
-"""Says what kvxfer can do on this machine, and why not more."""
-HELP = "say what works on this machine, and why not more"
-def add_arguments(parser): parser.add_argument("--json", action="store_true")
-def run(args): return 0
+"""Runs a benchmark of the repository; what follows its name goes to it, ``--help`` too.
+
+Each prints a table with our rows, peers on the same work in the same run, and the measured ceiling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+from kvxfer.cli import checkout
+from kvxfer.errors import InvalidRequest
+
+HELP = "run a benchmark of the repository"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``kvxfer bench``."""
+    parser.add_argument("name", nargs="?", help="which benchmark; without one, they are listed")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="passed on to the benchmark")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one benchmark and return its exit status, or list them."""
+    files = {path.stem.removeprefix("bench_"): path for path in sorted((checkout.root() / "benchmarks").glob("bench_*.py"))}
+    if args.name is None:
+        for name, path in files.items():
+            print(f"{name:<10} {path.read_text().split(chr(34) * 3)[1].strip().splitlines()[0]}")
+        return 0
+    if args.name not in files:
+        raise InvalidRequest(f"unknown benchmark {args.name!r}; there are {', '.join(files)}")
+    return subprocess.call([sys.executable, str(files[args.name]), *args.options])

@@ -1,0 +1,139 @@
+"""The state machine of a transfer, as a table."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvxfer import errors
+from kvxfer.progress import ProgressThread
+from kvxfer.transfer import ENDED, TRANSITIONS, Transfer, TransferState
+
+S = TransferState
+
+
+@pytest.fixture
+def progress() -> Iterator[ProgressThread]:
+    thread = ProgressThread("test")
+    yield thread
+    thread.close(lambda: None)
+
+
+def in_state(progress: ProgressThread, state: TransferState) -> Transfer:
+    transfer = Transfer(progress, timeout_s=30, what="a test")
+    if state is S.POSTED:
+        return transfer
+    if state is S.CANCELLED:
+        transfer.cancel()
+        return transfer
+    if state is S.FAILED:
+        transfer.abort(errors.PeerGone("gone"))
+        return transfer
+    assert transfer.begin()
+    if state is S.CANCELLING:
+        assert transfer.hold()
+        transfer.cancel()
+    elif state is S.DONE:
+        assert transfer.succeed()
+    assert transfer.state is state
+    return transfer
+
+
+# What each call does in each state: the state after it, and what it returns (abort and drop return nothing).
+CALLS = {
+    "begin": {S.POSTED: (S.MOVING, True), **dict.fromkeys(set(S) - {S.POSTED}, (None, False))},
+    "succeed": {S.MOVING: (S.DONE, True), **dict.fromkeys(set(S) - {S.MOVING}, (None, False))},
+    "hold": {S.POSTED: (None, True), S.MOVING: (None, True), **dict.fromkeys(set(S) - {S.POSTED, S.MOVING}, (None, False))},
+    "cancel": {
+        S.POSTED: (S.CANCELLED, None),
+        S.MOVING: (S.CANCELLED, None),
+        **dict.fromkeys(set(S) - {S.POSTED, S.MOVING}, (None, None)),
+    },
+}
+
+
+@pytest.mark.parametrize("state", S, ids=lambda s: s.value)
+@pytest.mark.parametrize("call", CALLS)
+def test_what_a_call_does_in_a_state(progress: ProgressThread, call: str, state: TransferState) -> None:
+    transfer = in_state(progress, state)
+    after, returned = CALLS[call][state]
+    assert getattr(transfer, call)() is returned
+    assert transfer.state is (after or state)
+    if after and after not in TRANSITIONS[state]:  # a passage through a state in between
+        assert any(after in TRANSITIONS[between] for between in TRANSITIONS[state])
+
+
+def test_ended_states_have_no_way_out() -> None:
+    assert {S.DONE, S.FAILED, S.CANCELLED} == ENDED
+    assert all(not TRANSITIONS[state] for state in ENDED)
+
+
+def test_it_does_not_end_before_the_last_writer_has_dropped(progress: ProgressThread) -> None:
+    transfer = in_state(progress, S.POSTED)
+    assert transfer.begin() and transfer.hold() and transfer.hold()
+    transfer.abort(errors.PeerGone("gone"))
+    transfer.drop()
+    assert transfer.state is S.CANCELLING and not transfer.done() and transfer.exception() is None
+    transfer.drop()
+    assert transfer.state is S.FAILED and isinstance(transfer.exception(), errors.PeerGone)
+
+
+def test_the_first_error_stands(progress: ProgressThread) -> None:
+    transfer = in_state(progress, S.POSTED)
+    transfer.abort(errors.LeaseExpired("first"))
+    transfer.abort(errors.PeerGone("second"))
+    with pytest.raises(errors.LeaseExpired, match="first"):
+        transfer.wait(1)
+
+
+def test_the_deadline_ends_it_without_anyone_waiting(progress: ProgressThread) -> None:
+    transfer = Transfer(progress, timeout_s=0.05, what="a test")
+    ended = threading.Event()
+    transfer.add_done_callback(lambda _: ended.set())
+    assert ended.wait(5)
+    with pytest.raises(errors.DeadlineExceeded, match=r"past its deadline of 0\.05 s while posted"):
+        transfer.result()
+
+
+def test_a_waiting_thread_is_woken(progress: ProgressThread) -> None:
+    transfer = in_state(progress, S.MOVING)
+    threading.Timer(0.05, transfer.succeed).start()
+    assert transfer.wait(5).seconds > 0
+
+
+def test_callbacks_run_on_the_progress_thread_also_after_the_end(progress: ProgressThread) -> None:
+    names: list[str] = []
+    called = threading.Event()
+    transfer = in_state(progress, S.POSTED)
+    transfer.add_done_callback(lambda _: names.append(threading.current_thread().name))
+    transfer.cancel()
+    transfer.add_done_callback(lambda _: (names.append(threading.current_thread().name), called.set()))
+    assert called.wait(5)
+    assert names == ["kvxfer-progress-test"] * 2
+
+
+def test_waiting_in_a_callback_is_refused(progress: ProgressThread) -> None:
+    seen: list[BaseException] = []
+    called = threading.Event()
+    other = in_state(progress, S.POSTED)
+
+    def callback(_: Transfer) -> None:
+        try:
+            other.wait(1)
+        except errors.InvalidRequest as error:
+            seen.append(error)
+        called.set()
+
+    in_state(progress, S.DONE).add_done_callback(callback)
+    assert called.wait(5) and "progress thread" in str(seen[0])
+
+
+def test_results_of_what_is_under_way_are_refused(progress: ProgressThread) -> None:
+    with pytest.raises(errors.InvalidRequest, match="still posted"):
+        in_state(progress, S.POSTED).result()
+    with pytest.raises(errors.InvalidRequest, match="GPU memory"):
+        in_state(progress, S.POSTED).wait_on(None)
+    with pytest.raises(errors.InvalidRequest, match="timeout_s"):
+        Transfer(progress, timeout_s=0, what="a test")
