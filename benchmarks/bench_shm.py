@@ -36,7 +36,9 @@ CONTROL_ROUNDS = 1000
 
 def layout_of(block_bytes: int, num_blocks: int) -> CacheLayout:
     """One layer whose blocks are `block_bytes` long."""
-    plane = Plane(name="kv", dtype="uint8", offset=0, entries=16, entry_stride=block_bytes // 16, unit_bytes=block_bytes // 16)
+    plane = Plane(
+        name="kv", dtype="uint8", offset=0, entries=16, entry_stride=block_bytes // 16, unit_bytes=block_bytes // 16
+    )
     record = Record(tag=f"bench.{block_bytes}", nbytes=block_bytes, planes=(plane,))
     piece = Slice(layer="layers.0", region="kv", offset=0, block_stride=block_bytes, record=record.tag)
     return CacheLayout(

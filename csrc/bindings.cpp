@@ -2,8 +2,10 @@
 // that the plan has checked already and knows no array library.
 #include <nanobind/nanobind.h>
 
+#include "cpu/convert.h"
 #include "cpu/move.h"
 #include "cpu/process_memory.h"
+#include "cpu/vectors.h"
 
 namespace nb = nanobind;
 namespace cpu = kvxfer::cpu;
@@ -16,13 +18,14 @@ T* at(std::uint64_t address) {
 }
 
 // The tables of one plan part, kept as addresses. Python keeps the arrays alive.
-struct Part {
-  cpu::Work work;
+template <class Work, class Row>
+struct Tables {
+  Work work;
 
-  Part(std::uint64_t rows, std::int64_t num_rows, std::uint64_t src_block, std::uint64_t dst_block,
-       std::uint64_t src_token, std::uint64_t dst_token, std::uint64_t tokens, std::uint64_t wire_start,
-       std::int64_t wire_bytes)
-      : work{at<const kvxfer::Row>(rows),
+  Tables(std::uint64_t rows, std::int64_t num_rows, std::uint64_t src_block, std::uint64_t dst_block,
+         std::uint64_t src_token, std::uint64_t dst_token, std::uint64_t tokens, std::uint64_t wire_start,
+         std::int64_t wire_bytes)
+      : work{at<const Row>(rows),
              num_rows,
              {at<const std::int32_t>(src_block), at<const std::int32_t>(dst_block), at<const std::int32_t>(src_token),
               at<const std::int32_t>(dst_token), at<const std::int32_t>(tokens), at<const std::int64_t>(wire_start),
@@ -30,13 +33,16 @@ struct Part {
              0,
              0} {}
 
-  cpu::Work range(std::int64_t first, std::int64_t count) const {
-    cpu::Work part = work;
+  Work range(std::int64_t first, std::int64_t count) const {
+    Work part = work;
     part.first = first;
     part.count = count;
     return part;
   }
 };
+
+using Part = Tables<cpu::Work, kvxfer::Row>;
+using PackedPart = Tables<cpu::PackedWork, kvxfer::PackedRow>;
 
 }  // namespace
 
@@ -74,6 +80,34 @@ NB_MODULE(_native, m) {
                      threads);
       },
       nb::arg("part"), nb::arg("first"), nb::arg("count"), nb::arg("wire"), nb::arg("dst_bases"), nb::arg("threads"));
+
+  m.attr("PACKED_ROW_BYTES") = sizeof(kvxfer::PackedRow);
+
+  nb::class_<PackedPart>(m, "PackedPart")
+      .def(nb::init<std::uint64_t, std::int64_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t,
+                    std::uint64_t, std::uint64_t, std::int64_t>());
+
+  m.def(
+      "pack",
+      [](const PackedPart& part, std::int64_t first, std::int64_t count, std::uint64_t src_bases, std::uint64_t wire,
+         int threads) {
+        nb::gil_scoped_release release;
+        return cpu::pack(part.range(first, count), at<const std::uint64_t>(src_bases), at<std::uint8_t>(wire),
+                         threads);
+      },
+      nb::arg("part"), nb::arg("first"), nb::arg("count"), nb::arg("src_bases"), nb::arg("wire"), nb::arg("threads"));
+  m.def(
+      "unpack",
+      [](const PackedPart& part, std::int64_t first, std::int64_t count, std::uint64_t wire, std::uint64_t dst_bases,
+         int threads) {
+        nb::gil_scoped_release release;
+        cpu::unpack(part.range(first, count), at<const std::uint8_t>(wire), at<const std::uint64_t>(dst_bases),
+                    threads);
+      },
+      nb::arg("part"), nb::arg("first"), nb::arg("count"), nb::arg("wire"), nb::arg("dst_bases"), nb::arg("threads"));
+
+  m.def("cpu_isa", [] { return cpu::vectors().name; });
+  m.def("choose_cpu_isa", [](const char* name) { return cpu::choose_vectors(name); });
 
   m.def(
       "move_process_memory",

@@ -37,7 +37,35 @@ _HOMES = {
 }
 _SUBMODULES = ("errors", "layout", "plan")
 
-__all__ = ["__version__", *sorted(_HOMES), *_SUBMODULES]
+__all__ = [
+    "Cache",
+    "CacheLayout",
+    "Connector",
+    "Fetch",
+    "Group",
+    "GroupKind",
+    "KvxferError",
+    "Lease",
+    "LeaseState",
+    "Limits",
+    "Padding",
+    "Plane",
+    "Record",
+    "Region",
+    "Reservation",
+    "Role",
+    "Send",
+    "Slice",
+    "Ticket",
+    "Transfer",
+    "TransferState",
+    "TransferStats",
+    "__version__",
+    "errors",
+    "layout",
+    "plan",
+    "shared_empty",
+]
 
 if TYPE_CHECKING:
     from kvxfer import errors, layout, plan

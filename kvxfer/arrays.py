@@ -44,7 +44,7 @@ def span_of(name: str, array: Any) -> Span:
         )
     if not contiguous:
         raise InvalidRequest(
-            f"region {name!r}: the array is not contiguous; register the storage that the views share, and describe the "
-            "views in the layout"
+            f"region {name!r}: the array is not contiguous; register the storage that the views share, and "
+            "describe the views in the layout"
         )
     return Span(address=address, nbytes=nbytes, device=device, writable=writable, keep_alive=array)

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from kvxfer import kernels
+from kvxfer import formats, kernels
 from kvxfer import ticket as tickets
 from kvxfer.arrays import Span, span_of
-from kvxfer.control.messages import Claim, Credit, Ended, Message, Pull, RegionHandles, Role, Sources, Stop
+from kvxfer.control.messages import Claim, Credit, Ended, Message, Pull, RegionHandles, Role, Stop
 from kvxfer.errors import (
     BufferTooSmall,
     Cancelled,
@@ -26,20 +26,19 @@ from kvxfer.errors import (
     KvxferError,
     LeaseExpired,
     PeerGone,
-    UnknownWireFormat,
 )
 from kvxfer.fetch import Fetch
-from kvxfer.kernels import PreparedPlan
+from kvxfer.formats import PackedJoin, join_packed
+from kvxfer.kernels import PreparedPackedPlan
 from kvxfer.layout import CacheLayout
 from kvxfer.lease import Lease
 from kvxfer.node import Node
 from kvxfer.packed import PackedSource
-from kvxfer.plan import BlockLists, check_blocks, join
-from kvxfer.remote import Peer
-from kvxfer.send import Reservation, Send, stand_ins
+from kvxfer.plan import BlockLists, check_blocks
+from kvxfer.remote import Peer, RemoteCache, remember
+from kvxfer.send import Reservation, Send, counts_of
 from kvxfer.ticket import Record, Ticket
 
-WIRE_FORMATS = ("raw",)
 _MAX_REMEMBERED = 65536
 _MAX_REQUEST_ID = 256
 _MAX_JOINS = 64  # of one peer
@@ -85,9 +84,9 @@ class Cache:
     ) -> Lease:
         """Promise to keep blocks as they are for `ttl_s` seconds, and get a ticket with which a peer may fetch them.
 
-        `blocks` maps each group to its block ids, right-aligned: the last id is the block of the last token. Full groups
-        list every block of the prompt, sliding groups at least those under the window. The blocks belong to the lease
-        until ``lease.released`` is set.
+        `blocks` maps each group to its block ids, right-aligned: the last id is the block of the last token. Full
+        groups list every block of the prompt, sliding groups at least those under the window. The blocks belong to the
+        lease until ``lease.released`` is set.
 
         With `ticket` the lease is published under a ticket that another process of this engine has issued for the same
         block lists (`Connector.issue`); its `ttl_s` counts from now, too.
@@ -106,15 +105,14 @@ class Cache:
         try:
             node.table.publish(signed.slot, signed.lease, record)
         except KvxferError:
-            node.numbers.give_back(signed.slot, signed.lease)
+            if ticket is None:  # else the slot is its issuer's, and may hold this very lease
+                node.numbers.give_back(signed.slot, signed.lease)
             raise
         lease = Lease(signed, lists, time.monotonic() + ttl_s, node.end_lease)
         node.keep_lease(lease)
         return lease
 
-    def fetch(
-        self, ticket: AnyTicket, *, into: BlockLists, wire: str = "raw", timeout_s: float = 30.0
-    ) -> Fetch:
+    def fetch(self, ticket: AnyTicket, *, into: BlockLists, wire: str = "raw", timeout_s: float = 30.0) -> Fetch:
         """Start reading leased blocks into this cache's blocks; returns at once.
 
         `into` maps each group to destination block ids, right-aligned: a list that is shorter than the prompt fetches
@@ -128,7 +126,7 @@ class Cache:
         """
         node = self._node
         node.check_open()
-        _check_wire(wire)
+        wire = str(formats.parse(wire))
         parsed = tickets.parse(ticket, node.secret)
         if parsed.role is not Role.FETCH:
             raise InvalidTicket("this ticket is for sending into a reservation; fetch wants one from publish()")
@@ -171,7 +169,8 @@ class Cache:
         try:
             node.table.publish(signed.slot, signed.lease, record)
         except KvxferError:
-            node.numbers.give_back(signed.slot, signed.lease)
+            if ticket is None:  # else the slot is its issuer's, and may hold this very lease
+                node.numbers.give_back(signed.slot, signed.lease)
             raise
         reservation = Reservation(node, self, signed, lists)
         node.reservations[signed.slot] = reservation
@@ -198,7 +197,7 @@ class Cache:
         """
         node = self._node
         node.check_open()
-        _check_wire(wire)
+        wire = str(formats.parse(wire))
         parsed = tickets.parse(ticket, node.secret)
         if parsed.role is not Role.SEND:
             raise InvalidTicket("this ticket is for fetching a lease; send wants one from reserve()")
@@ -220,27 +219,29 @@ class Cache:
         remote = peer.caches.get(pull.into_cache)
         if remote is None:
             raise InvalidTicket(f"{peer.identity.name} has no cache {pull.into_cache!r}")
-        _check_wire(pull.offer.wire)
-        src_lists = lease.lists
-        dst_lists = stand_ins(remote, pull.blocks, lease.ticket.tokens)
-        if pull.sources and pull.sources not in peer.joins:
-            raise InvalidRequest("the pull names sources that were not told")
-        joined = peer.joins[pull.sources] if pull.sources else join([self.layout], remote.layout)[0]
-        plan = PreparedPlan(joined.plan_checked(src_lists, dst_lists, tokens=lease.ticket.tokens))
+        tokens = lease.ticket.tokens
+        joined = self._join_for(peer, pull, remote)
+        plan = PreparedPackedPlan(joined.plan(lease.lists, counts_of(remote, pull.blocks, tokens), tokens=tokens))
         _Serve(node, peer, pull, plan, self.bases, peer.open_region(pull.offer.staging)).start()
 
-    def learn_sources(self, peer: Peer, message: Sources) -> None:
-        """Work out this rank's part of a cache that several ranks fill. Raises when it has none."""
-        remote = peer.caches.get(message.into_cache)
-        if remote is None or not 0 <= message.index < len(message.layouts):
-            raise InvalidRequest(f"sources for cache {message.into_cache!r} of {peer.identity.name} make no sense")
-        if message.layouts[message.index] != self.layout.unbound():
-            raise InvalidRequest(f"layout {message.index} of the sources is not that of cache {self.name!r}")
-        for joined in join(message.layouts, remote.layout, first=message.first):
-            if joined.source == message.index:
-                peer.joins[message.key] = joined
-                while len(peer.joins) > _MAX_JOINS:
-                    peer.joins.pop(next(iter(peer.joins)))
+    def _join_for(self, peer: Peer, pull: Pull, remote: RemoteCache) -> PackedJoin:
+        """This rank's part of the peer's cache, kept with the peer. Raises what the peer is refused for."""
+        key = (self.name, pull.into_cache, pull.sources, pull.offer.wire)
+        if key not in peer.joins:
+            layouts, index, first = (self.layout,), 0, 0
+            if pull.sources:
+                told = peer.sources.get(pull.sources)
+                if told is None or not 0 <= told.index < len(told.layouts):
+                    raise InvalidRequest("the pull names sources that were not told, or make no sense")
+                layouts, index, first = told.layouts, told.index, told.first
+                if layouts[index] != self.layout.unbound():
+                    raise InvalidRequest(f"layout {index} of the sources is not that of cache {self.name!r}")
+            joins = join_packed(layouts, remote.layout, pull.offer.wire, first=first)
+            found = [joined for joined in joins if joined.source == index]
+            if not found:
+                raise InvalidRequest(f"cache {self.name!r} has no part in what the peer asks for")
+            remember(peer.joins, key, found[0], limit=_MAX_JOINS)
+        return peer.joins[key]
 
     def serve_claim(self, peer: Peer, claim: Claim) -> None:
         """Let a peer write into a reservation. Raises what the peer is refused for."""
@@ -305,7 +306,9 @@ class Cache:
 class _Serve:
     """A pull being served: the publisher's side of a packed leg. Progress thread only."""
 
-    def __init__(self, node: Node, peer: Peer, pull: Pull, plan: PreparedPlan, bases: np.ndarray, staging) -> None:
+    def __init__(
+        self, node: Node, peer: Peer, pull: Pull, plan: PreparedPackedPlan, bases: np.ndarray, staging
+    ) -> None:
         self._node, self._peer, self._pull = node, peer, pull
         self._source = PackedSource(
             progress=node.progress,
@@ -317,6 +320,7 @@ class _Serve:
             staging=staging,
             offer=pull.offer,
             threads=node.limits.copy_threads,
+            check_finite=node.check_finite,
             written=self._written,
         )
 
@@ -399,15 +403,12 @@ def _spans(arrays: Mapping[str, Any] | None, layout: CacheLayout) -> dict[str, S
         if span.nbytes < region.nbytes:
             raise BufferTooSmall(f"region {region.name!r}: the layout needs {region.nbytes} bytes, got {span.nbytes}")
         if span.device != region.device:
-            raise InvalidLayout(f"region {region.name!r}: layout says device {region.device!r}, it is on {span.device!r}")
+            raise InvalidLayout(
+                f"region {region.name!r}: layout says device {region.device!r}, it is on {span.device!r}"
+            )
     return spans
 
 
 def _check_ttl(ttl_s: float, limit: float) -> None:
     if not 0 < ttl_s <= limit:
         raise InvalidRequest(f"ttl_s must be over 0 and at most {limit:g} (max_ttl_s), got {ttl_s!r}")
-
-
-def _check_wire(wire: str) -> None:
-    if wire not in WIRE_FORMATS:
-        raise UnknownWireFormat(f"unknown wire format {wire!r}; known are {', '.join(WIRE_FORMATS)}")

@@ -19,6 +19,7 @@ from kvxfer.cache import AnyTicket, Cache, sign_ticket
 from kvxfer.control import auth
 from kvxfer.control.messages import Identity, Renew, Role
 from kvxfer.errors import BackendError, InvalidRequest, KvxferError, NoCommonBackend
+from kvxfer.extras import need
 from kvxfer.fetch import release
 from kvxfer.layout import CacheLayout
 from kvxfer.metrics import Metrics
@@ -53,6 +54,8 @@ class Connector:
         advertise: str | None = None,
         backends: str | Sequence[str | Backend] = "auto",
         ways: Sequence[str] = WAYS,
+        checksums: bool = False,
+        check_finite: bool = True,
         secret: bytes | str | None = None,
         allow_unauthenticated: bool = False,
         engine: str | None = None,
@@ -64,9 +67,12 @@ class Connector:
     ) -> None:
         """Start the connector.
 
-        `listen` is the ZeroMQ endpoint of the control channel (port 0: any free one); `advertise` is what peers are told
-        instead, for wildcard addresses. `backends` are names, or instances, in order of preference; "auto" takes all
-        that can be started. `ways` are the ways that a fetch or send of this side may take, best first.
+        `listen` is the ZeroMQ endpoint of the control channel (port 0: any free one); `advertise` is what peers are
+        told instead, for wildcard addresses. `backends` are names, or instances, in order of preference; "auto" takes
+        all that can be started. `ways` are the ways that a fetch or send of this side may take, best first.
+
+        `checksums` asks for an xxh3 of every packed chunk that this side receives (needs the extra ``checksum`` on both
+        sides). `check_finite` refuses to pack NaN or infinity into a lossy wire format; without it they saturate.
 
         `secret` signs messages and tickets; every connector that may talk to another has the same. Without one, only
         loopback addresses are allowed, unless `allow_unauthenticated` is set.
@@ -82,6 +88,8 @@ class Connector:
             raise InvalidRequest("name and engine must have 1 to 64 characters")
         if not 0 <= rank < ranks:
             raise InvalidRequest(f"rank must be 0 to {ranks - 1}, got {rank}")
+        if checksums:
+            need("xxhash", "checksum")
         unknown = [way for way in ways if way not in WAYS]
         if unknown or not ways:
             raise InvalidRequest(f"ways must be some of {', '.join(WAYS)}; got {list(ways)}")
@@ -106,6 +114,8 @@ class Connector:
             secret=key,
             backends=started,
             ways=ways,
+            checksums=checksums,
+            check_finite=check_finite,
             limits=limits or Limits(),
             listen=listen,
             advertise=advertise,

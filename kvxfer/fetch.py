@@ -25,15 +25,17 @@ from kvxfer.errors import (
     FingerprintMismatch,
     InvalidTicket,
     KvxferError,
+    NoCommonBackend,
     PeerGone,
     UnknownCache,
     rebuild,
 )
-from kvxfer.kernels import PreparedPlan
+from kvxfer.formats import PackedJoin, PackedPlan, join_packed
+from kvxfer.kernels import PreparedPackedPlan, PreparedPlan
 from kvxfer.layout import fingerprint_differences
 from kvxfer.node import Node, new_transfer_id
 from kvxfer.packed import PackedSink, borrow
-from kvxfer.plan import Join, check_blocks, join
+from kvxfer.plan import TransferPlan, check_blocks
 from kvxfer.remote import Peer, RemoteCache
 from kvxfer.staging import Loan
 from kvxfer.ticket import Ticket, fingerprint_digest
@@ -55,7 +57,7 @@ class _Source:
 
     peer: Peer
     cache: RemoteCache
-    join: Join
+    join: PackedJoin
     together: Sources | None
 
 
@@ -64,7 +66,7 @@ class _Leg:
     """A source, with the plan of this fetch."""
 
     source: _Source
-    plan: PreparedPlan
+    plan: PreparedPlan | PreparedPackedPlan
     way: str
 
 
@@ -116,7 +118,7 @@ class Fetch(Transfer):
             )
             return
         try:
-            sources = sources_of(engine, self._ticket, self._cache, self._node)
+            sources = sources_of(engine, self._ticket, self._cache, self._node, self._wire)
         except UnknownCache as error:
             self._try_again(f"cache {self._ticket.cache!r} of {self._ticket.engine!r}", error, engine)
             return
@@ -144,8 +146,13 @@ class Fetch(Transfer):
         if record is None:
             return None
         lists = check_blocks(source.cache.layout, record.lists(), tokens=ticket.tokens, role="source")
-        plan = source.join.plan_checked(lists, self._dst_lists, tokens=ticket.tokens)
-        return _Leg(source, PreparedPlan(plan), source.cache.best_way(self._node.ways))
+        way = best_way(source.cache, source.join, self._node)
+        if way == "packed":
+            counts = {name: len(ids) for name, ids in lists.items()}
+            plan = PreparedPackedPlan(source.join.plan(counts, self._dst_lists, tokens=ticket.tokens))
+        else:
+            plan = PreparedPlan(source.join.plain.plan_checked(lists, self._dst_lists, tokens=ticket.tokens))
+        return _Leg(source, plan, way)
 
     def _try_again(self, what: str, error: KvxferError | None = None, engine: Engine | None = None) -> None:
         """Attempt again a little later. With an engine: it is asked what it has, and `error` ends a long wait."""
@@ -166,14 +173,16 @@ class Fetch(Transfer):
             way="+".join(sorted({leg.way for leg in legs})),
             wire=self._wire,
             bytes=sum(plan.nbytes for plan in plans),
-            wire_bytes=sum(p.wire_bytes if leg.way == "packed" else p.nbytes for p, leg in zip(plans, legs, strict=True)),
-            copies=sum(plan.copies for plan in plans),
+            wire_bytes=sum(
+                p.wire_bytes if leg.way == "packed" else p.nbytes for p, leg in zip(plans, legs, strict=True)
+            ),
+            copies=sum(copies_of(plan) for plan in plans),
             peers=len(legs),
             conversation=packed,
         )
 
     def _move(self) -> None:
-        packed = [leg for leg in self._legs if leg.way == "packed" and leg.plan.plan.parts]
+        packed = [leg for leg in self._legs if leg.way == "packed" and leg.plan.plan.wire_bytes]
         self._moving = 1 + len(packed)
         if packed:
             self.waits_for("packed chunks")
@@ -195,6 +204,11 @@ class Fetch(Transfer):
             threads = self._node.limits.copy_threads
             return moves.move_mapped(leg.plan, cache.mapped_bases, dst, self, threads=threads)
         return moves.move_direct(leg.plan, leg.source.peer.link, Direction.READ, cache.remote_bases, dst, self)
+
+    @property
+    def wire(self) -> str:
+        """The wire format's canonical name."""
+        return self._wire
 
     def block_counts(self) -> dict[str, int]:
         """Destination blocks of each group: all that the publisher must know of them to cut the same plan."""
@@ -229,12 +243,34 @@ def release(node: Node, engine: Engine, ticket: Ticket) -> None:
     node.progress.post(lambda: node.directory.send_all(engine, message))
 
 
-def sources_of(engine: Engine, ticket: Ticket, cache: Cache, node: Node) -> list[_Source]:
+def best_way(remote: RemoteCache, joined: PackedJoin, node: Node) -> str:
+    """The best way that this side allows; what is converted or compressed always goes packed.
+
+    Raises NoCommonBackend.
+    """
+    if joined.plain is not None:
+        return remote.best_way(node.ways)
+    if "packed" in node.ways:
+        return remote.best_way(("packed",))
+    raise NoCommonBackend(
+        f"wire format {str(joined.wire)!r} between these caches has to be packed and unpacked, and this connector "
+        f"allows only {', '.join(node.ways)}: add 'packed' to its ways"
+    )
+
+
+def copies_of(plan: TransferPlan | PackedPlan) -> int:
+    """Rows x segments."""
+    if isinstance(plan, PackedPlan):
+        return plan.raw.copies if plan.raw is not None else sum(len(part.rows) * len(part) for part in plan.parts)
+    return plan.copies
+
+
+def sources_of(engine: Engine, ticket: Ticket, cache: Cache, node: Node, wire: str) -> list[_Source]:
     """The ranks that together fill this rank's cache, joined. Kept with the engine.
 
     Raises InvalidTicket, FingerprintMismatch, LayoutMismatch.
     """
-    key = (ticket.cache, cache.name, ticket.fingerprint)
+    key = (ticket.cache, cache.name, ticket.fingerprint, wire)
     known = engine.joins.get(key)
     if known is not None:
         return known
@@ -246,7 +282,7 @@ def sources_of(engine: Engine, ticket: Ticket, cache: Cache, node: Node) -> list
         check_fingerprints(cache, remote, ticket)
     first = node.identity.rank % len(caches)
     layouts = tuple(remote.layout for remote in caches)
-    joins = join(layouts, cache.layout, first=first)
+    joins = join_packed(layouts, cache.layout, wire, first=first)
     together = Sources(
         key=new_transfer_id(), cache=ticket.cache, into_cache=cache.name, layouts=layouts, index=0, first=first
     )
@@ -320,6 +356,7 @@ class _PullConversation:
             hold=self._fetch.hold,
             drop=self._dropped,
             complete=self._completed,
+            fail=self._failed,
             advance=self._fetch.advance,
         )
         self._peer.conversations[self._id] = self
@@ -343,7 +380,8 @@ class _PullConversation:
                     offset=loan.offset,
                     slot_bytes=loan.slot_bytes,
                     slots=loan.slots,
-                    wire="raw",
+                    wire=self._fetch.wire,
+                    checksums=node.checksums,
                 ),
             )
         )
@@ -379,6 +417,9 @@ class _PullConversation:
         self._complete = True
         self._fetch.leg_moved()
 
+    def _failed(self, error: KvxferError) -> None:
+        self._fetch.abort(error)
+
     def _dropped(self) -> None:
         self._fetch.drop()
         self._give_back()
@@ -393,4 +434,3 @@ class _PullConversation:
             self._peer.conversations.pop(self._id, None)
             loan, self._loan = self._loan, None
             self._node.staging.give_back(loan)
-

@@ -62,9 +62,7 @@ class PreparedPackedPlan:
         self._raw = None if plan.raw is None else PreparedPlan(plan.raw)
         self._parts = [_prepare_packed(part) for part in plan.parts]
 
-    def pack(
-        self, chunk: Chunk, src_bases: np.ndarray, wire: int, *, threads: int = 1, check: bool = True
-    ) -> None:
+    def pack(self, chunk: Chunk, src_bases: np.ndarray, wire: int, *, threads: int = 1, check: bool = True) -> None:
         """Source blocks to the packed bytes at address `wire`, which has room for ``chunk.wire_bytes``.
 
         With `check`, NaN or infinity under a lossy codec raises NonFiniteValue when the chunk is packed;

@@ -150,10 +150,10 @@ class LeaseTable:
         if not 0 <= slot < self.slots:
             raise InvalidRequest(f"slot {slot} is not in a lease table of {self.slots}; lease_slots must agree")
         with self._lock:
-            if slot in self._records:
-                raise InvalidRequest(f"lease slot {slot} is in use by another lease of this process")
             if int(self._table[slot]["word"]) & ~ENDED >= lease:
                 raise InvalidTicket(f"lease {lease} was published here before; a ticket is good for one lease")
+            if slot in self._records:
+                raise InvalidRequest(f"lease slot {slot} is in use by another lease of this process")
             offset = self._arena.take(len(record))
             self._records[slot] = (lease, offset, len(record))
             self._memory[offset : offset + len(record)] = np.frombuffer(record, np.uint8)

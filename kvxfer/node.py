@@ -36,7 +36,7 @@ from kvxfer.directory import Directory
 from kvxfer.errors import Cancelled, Closed, InvalidRequest, InvalidTicket, KvxferError, PeerGone
 from kvxfer.lease import Lease, LeaseState, LeaseTable, SlotNumbers, table_bytes
 from kvxfer.progress import MoverPool, ProgressThread, Timer
-from kvxfer.remote import Peer
+from kvxfer.remote import Peer, remember
 from kvxfer.staging import StagingRing
 from kvxfer.transfer import Transfer
 
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _DEAD_POLL_S = 0.25
+_MAX_SOURCES = 64  # of one peer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +86,8 @@ class Node:
         secret: bytes,
         backends: Mapping[str, Backend],
         ways: Sequence[str],
+        checksums: bool,
+        check_finite: bool,
         limits: Limits,
         listen: str,
         advertise: str | None,
@@ -93,6 +96,8 @@ class Node:
         self.ranks = ranks
         self.backends = dict(backends)
         self.ways = tuple(ways)
+        self.checksums = checksums  # asked for by this side where it receives packed chunks
+        self.check_finite = check_finite  # by this side where it packs
         self.limits = limits
         self.caches: dict[str, Cache] = {}
         self.leases: dict[int, Lease] = {}  # by slot
@@ -118,7 +123,11 @@ class Node:
             pulse_s=limits.heartbeat_s,
         )
         self.identity = identity
-        self.on_progress(lambda: self._open_channel(listen, advertise))
+        try:
+            self.on_progress(lambda: self._open_channel(listen, advertise))
+        except BaseException:
+            self.close()
+            raise
 
     # --- life -----------------------------------------------------------------------------------------------
 
@@ -249,11 +258,13 @@ class Node:
     def end_lease(self, lease: Lease, state: LeaseState) -> None:
         """Change the table's word, then tell whoever waits for the blocks. Any thread; idempotent."""
         ticket = lease.ticket
-        if self.leases.get(ticket.slot) is lease:
+        with self._lock:  # two threads may end it, and a third may publish under its slot right after
+            if self.leases.get(ticket.slot) is not lease:
+                return
+            del self.leases[ticket.slot]
             self.table.end(ticket.slot, ticket.lease)
-            self.leases.pop(ticket.slot, None)
-            self.numbers.give_back(ticket.slot, ticket.lease)
-            lease.finish(state)
+        self.numbers.give_back(ticket.slot, ticket.lease)
+        lease.finish(state)
 
     def _expire_leases(self) -> None:
         now = time.monotonic()
@@ -262,6 +273,7 @@ class Node:
                 self.end_lease(lease, LeaseState.EXPIRED)
         if self._expiry is not None:
             self._expiry.cancel()
+        self._expiry_due = float("inf")  # first: whoever keeps a lease that the next line misses must call again
         self._expiry_due = min((lease.deadline for lease in list(self.leases.values())), default=float("inf"))
         if self._expiry_due < float("inf"):
             self._expiry = self.progress.call_later(self._expiry_due - now, self._expire_leases)
@@ -305,8 +317,7 @@ class Node:
         elif isinstance(message, Renew):
             self._renewed(message)
         elif isinstance(message, Sources):
-            if message.cache in self.caches:
-                self.caches[message.cache].learn_sources(peer, message)
+            remember(peer.sources, message.key, message, limit=_MAX_SOURCES)
         elif isinstance(message, (Pull, Claim)):
             self._serve(peer, message)
         else:
@@ -336,7 +347,7 @@ class Node:
         self.quarantined += 1
 
         def look() -> None:
-            if peer.session.said_bye or peer.is_dead() or self.closed:
+            if peer.session.said_bye or peer.is_dead():
                 self.quarantined -= 1
                 call()
             else:

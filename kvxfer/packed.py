@@ -2,7 +2,8 @@
 
 `PackedSource` gathers chunks into free staging slots and says so; `PackedSink` scatters them and gives the slots back
 as credits. Several chunks are in flight, so gathering and scattering overlap. Both ends cut the same plan into the
-same chunks; a chunk is named by its stage (one for the whole plan, or one a layer) and its index.
+same chunks; a chunk is named by its stage (one for the whole plan, or one a layer) and its index. In its slot it
+stands behind a header (formats/header.py), by which the sink checks that both ends mean the same plan.
 
 State lives on the progress thread; kernels run on mover threads. Imports kernels, staging, control/messages.
 """
@@ -10,6 +11,7 @@ State lives on the progress thread; kernels run on mover threads. Imports kernel
 from __future__ import annotations
 
 import collections
+import ctypes
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,7 +20,8 @@ from kvxfer.backends.base import RemoteRegion
 from kvxfer.control.messages import Chunk as ChunkMessage
 from kvxfer.control.messages import Credit, PackedOffer
 from kvxfer.errors import BackendError, KvxferError
-from kvxfer.kernels import PreparedPlan
+from kvxfer.formats import HEADER_BYTES, ChunkHeader, checksum
+from kvxfer.kernels import PreparedPackedPlan
 from kvxfer.plan import Chunk
 from kvxfer.progress import MoverPool, ProgressThread
 from kvxfer.remote import Peer
@@ -30,7 +33,7 @@ UNIT_BYTES = 256 << 10  # granularity of staging
 
 
 def borrow(
-    ring: StagingRing, stages: Sequence[PreparedPlan], chunk_bytes: int, granted: Callable[[Loan], None]
+    ring: StagingRing, stages: Sequence[PreparedPackedPlan], chunk_bytes: int, granted: Callable[[Loan], None]
 ) -> object:
     """Ask for the staging that a receiving side needs: as many chunks as pay, and no more than there are bytes.
 
@@ -38,7 +41,7 @@ def borrow(
     """
     total = sum(plan.plan.wire_bytes for plan in stages)
     largest = max((plan.plan.largest_segment_bytes for plan in stages), default=0)
-    slot_bytes = max(largest, min(chunk_bytes, total), 1)
+    slot_bytes = HEADER_BYTES + max(largest, min(chunk_bytes - HEADER_BYTES, total))
     return ring.borrow(slot_bytes, min(SLOTS, -(-total // slot_bytes) + 1), granted)
 
 
@@ -52,16 +55,17 @@ class PackedSource:
         pool: MoverPool,
         peer: Peer,
         transfer: int,
-        stages: Sequence[PreparedPlan],
+        stages: Sequence[PreparedPackedPlan],
         src_bases: np.ndarray,
         staging: RemoteRegion,
         offer: PackedOffer,
         threads: int,
+        check_finite: bool,
         written: Callable[[KvxferError | None], None],
     ) -> None:
         if staging.mapped_address is None:
             raise BackendError("the peer's staging has no address here; this backend cannot pack into it")
-        needed = max((plan.plan.largest_segment_bytes for plan in stages), default=0)
+        needed = HEADER_BYTES + max((plan.plan.largest_segment_bytes for plan in stages), default=0)
         if offer.slots < 1 or offer.slot_bytes < needed or offer.offset < 0:
             raise BackendError(f"the peer lends {offer.slots} slots of {offer.slot_bytes} bytes; {needed} are needed")
         if offer.offset + offer.slots * offer.slot_bytes > staging.nbytes:
@@ -72,6 +76,7 @@ class PackedSource:
         self._src_bases = src_bases
         self._staging, self._offer = staging, offer
         self._threads = threads
+        self._check_finite = check_finite
         self._written: Callable[[KvxferError | None], None] | None = written
         self._free = collections.deque(range(offer.slots))
         self._lent: set[int] = set()  # slots that hold a chunk the peer has not given back
@@ -83,7 +88,7 @@ class PackedSource:
     def queue_stage(self, stage: int) -> None:
         """The stage's bytes are there: gather it."""
         self._unqueued -= 1
-        chunks = self._stages[stage].plan.chunks(self._offer.slot_bytes)
+        chunks = self._stages[stage].plan.chunks(self._offer.slot_bytes - HEADER_BYTES)
         self._queue.extend((stage, index, chunk) for index, chunk in enumerate(chunks))
         self._advance()
 
@@ -115,25 +120,37 @@ class PackedSource:
         address = self._staging.mapped_address + self._offer.offset + slot * self._offer.slot_bytes
 
         def gather() -> None:
-            self._stages[stage].gather(chunk, self._src_bases, address, threads=self._threads)
-            self._progress.post(gathered)
+            error = None
+            try:
+                self._pack(stage, index, chunk, address)
+            except KvxferError as failure:
+                error = failure
+            self._progress.post(lambda: gathered(error))
 
-        def gathered() -> None:
+        def gathered(error: KvxferError | None) -> None:
             self._gathering -= 1
-            if self._stopped is None:
+            if error is not None:
+                self.stop(error)
+            elif self._stopped is None:
                 self._lent.add(slot)
-                self._peer.session.send(
-                    ChunkMessage(transfer=self._transfer, stage=stage, index=index, slot=slot)
-                )
+                self._peer.session.send(ChunkMessage(transfer=self._transfer, stage=stage, index=index, slot=slot))
             self._advance()
 
         self._pool.submit(gather)
+
+    def _pack(self, stage: int, index: int, chunk: Chunk, address: int) -> None:
+        """A header and a chunk into a slot. Mover thread."""
+        prepared, payload = self._stages[stage], address + HEADER_BYTES
+        prepared.pack(chunk, self._src_bases, payload, threads=self._threads, check=self._check_finite)
+        crc = checksum(_view(payload, chunk.wire_bytes)) if self._offer.checksums else None
+        ctypes.memmove(address, prepared.plan.header(index, chunk, crc).encode(), HEADER_BYTES)
 
 
 class PackedSink:
     """The side that scatters. `complete` is called once, on the progress thread, when every chunk is in place.
 
-    `hold` and `drop` bracket every write, so that the transfer knows when nobody writes; `advance` counts bytes.
+    `hold` and `drop` bracket every write, so that the transfer knows when nobody writes; `fail` hears of a chunk that
+    cannot be unpacked, `advance` of bytes in place.
     """
 
     def __init__(
@@ -143,7 +160,7 @@ class PackedSink:
         pool: MoverPool,
         peer: Peer,
         transfer: int,
-        stages: Sequence[PreparedPlan],
+        stages: Sequence[PreparedPackedPlan],
         dst_bases: np.ndarray,
         staging_address: int,
         loan: Loan,
@@ -151,6 +168,7 @@ class PackedSink:
         hold: Callable[[], bool],
         drop: Callable[[], None],
         complete: Callable[[], None],
+        fail: Callable[[KvxferError], None],
         advance: Callable[[int], None],
     ) -> None:
         self._progress, self._pool, self._peer = progress, pool, peer
@@ -160,11 +178,11 @@ class PackedSink:
         self._dst_bases = dst_bases
         self._address, self._loan = staging_address + loan.offset, loan
         self._threads = threads
-        self._hold, self._drop, self._complete = hold, drop, complete
+        self._hold, self._drop, self._complete, self._fail = hold, drop, complete, fail
         self._expected = {
             (stage, index): chunk
             for stage, plan in enumerate(stages)
-            for index, chunk in enumerate(plan.plan.chunks(loan.slot_bytes))
+            for index, chunk in enumerate(plan.plan.chunks(loan.slot_bytes - HEADER_BYTES))
         }
         self._left = len(self._expected)
         self._busy_slots: set[int] = set()
@@ -187,13 +205,19 @@ class PackedSink:
         address = self._address + message.slot * self._loan.slot_bytes
 
         def scatter() -> None:
+            error = None
             try:
-                self._stages[message.stage].scatter(chunk, address, self._dst_bases, threads=self._threads)
-            finally:
-                self._progress.post(scattered)
+                self._unpack(message.stage, message.index, chunk, address)
+            except KvxferError as failure:
+                error = failure
+            self._progress.post(lambda: scattered(error))
 
-        def scattered() -> None:
+        def scattered(error: KvxferError | None) -> None:
             self._busy_slots.discard(message.slot)
+            if error is not None:
+                self._fail(error)
+                self._drop()
+                return
             self._advance(chunk.wire_bytes)
             self._left -= 1
             self._peer.session.send(Credit(transfer=self._transfer, slot=message.slot))
@@ -202,3 +226,14 @@ class PackedSink:
             self._drop()
 
         self._pool.submit(scatter)
+
+    def _unpack(self, stage: int, index: int, chunk: Chunk, address: int) -> None:
+        """A slot's chunk into the blocks, if its header is the one that this end expects. Mover thread."""
+        prepared, payload = self._stages[stage], address + HEADER_BYTES
+        header = ChunkHeader.decode(ctypes.string_at(address, HEADER_BYTES))
+        header.check(_view(payload, chunk.wire_bytes), expected=prepared.plan.header(index, chunk))
+        prepared.unpack(chunk, payload, self._dst_bases, threads=self._threads)
+
+
+def _view(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B")

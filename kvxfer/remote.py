@@ -18,11 +18,11 @@ import numpy as np
 from kvxfer import kernels
 from kvxfer.backends.base import Backend, Direction, Link, RemoteRegion
 from kvxfer.control.channel import Session
-from kvxfer.control.messages import CacheInfo, Description, Message, RegionHandles
+from kvxfer.control.messages import CacheInfo, Description, Message, RegionHandles, Sources
 from kvxfer.errors import BackendError, InvalidLayout, KvxferError, LeaseExpired, NoCommonBackend, PeerGone
+from kvxfer.formats import PackedJoin
 from kvxfer.layout import CacheLayout
 from kvxfer.lease import ENDED, HEADER_BYTES, SLOT, SLOT_BYTES
-from kvxfer.plan import Join
 from kvxfer.ticket import Record, Ticket
 
 _log = logging.getLogger(__name__)
@@ -75,7 +75,9 @@ class RemoteTable:
         if word & ~ENDED < ticket.lease:
             return False
         how = "has ended (released or expired)" if word == ticket.lease | ENDED else "ended and its slot was used again"
-        raise LeaseExpired(f"the lease of request {ticket.request_id!r} {how}; fetch earlier, or publish with more ttl_s")
+        raise LeaseExpired(
+            f"the lease of request {ticket.request_id!r} {how}; fetch earlier, or publish with more ttl_s"
+        )
 
     def record(self, ticket: Ticket) -> Record | None:
         """The lease's block lists, or None when they are not published yet. Raises LeaseExpired, BackendError."""
@@ -123,7 +125,8 @@ class Peer:
         self.described = False
         self.why_not: dict[str, str] = {}  # backend: why it was not possible
         self.told_sources: set[int] = set()  # keys of the Sources messages that this side has sent
-        self.joins: dict[int, Join] = {}  # by the key of a Sources message that the peer has sent
+        self.sources: dict[int, Sources] = {}  # by key: what the peer has sent
+        self.joins: dict[tuple, PackedJoin] = {}  # what this side packs for the peer
 
     def describe(self, description: Description, backends: Mapping[str, Backend]) -> None:
         """Take in what the peer has. Raises NoCommonBackend or what the layouts or handles are wrong in."""
@@ -188,3 +191,10 @@ class Peer:
             "packed": "",
         }
         return RemoteCache(info, regions, ways)
+
+
+def remember(table: dict, key: object, value: object, *, limit: int) -> None:
+    """Keep what a peer caused to be kept, the oldest giving way at the limit."""
+    table[key] = value
+    while len(table) > limit:
+        table.pop(next(iter(table)))

@@ -9,7 +9,7 @@ Imports node, moves, packed, plan, remote, fetch (for the fingerprint check).
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,11 +39,14 @@ from kvxfer.errors import (
     UnknownCache,
     rebuild,
 )
-from kvxfer.fetch import ANNOUNCEMENT_S, check_fingerprints
-from kvxfer.kernels import PreparedPlan
+from kvxfer.fetch import ANNOUNCEMENT_S, best_way, check_fingerprints, copies_of
+from kvxfer.formats import PackedJoin, join_packed
+from kvxfer.formats.plan import Blocks
+from kvxfer.kernels import PreparedPackedPlan, PreparedPlan
+from kvxfer.layout import CacheLayout
 from kvxfer.node import Node, new_transfer_id
 from kvxfer.packed import PackedSink, PackedSource, borrow
-from kvxfer.plan import check_blocks, join
+from kvxfer.plan import check_blocks
 from kvxfer.remote import Peer, RemoteCache
 from kvxfer.staging import Loan
 from kvxfer.ticket import Ticket
@@ -79,9 +82,9 @@ class Send(Transfer):
         self._node, self._cache = node, cache
         self._ticket, self._src_lists = ticket, src_lists
         self._layerwise, self._wire = layerwise, wire
-        self._layers = tuple(dict.fromkeys(layer for group in cache.layout.groups for layer in group.layers))
+        self._layers = layer_names(cache.layout)
         self._ready: set[int] = set() if layerwise else {0}
-        self._stages: list[PreparedPlan] = []
+        self._stages: list[PreparedPlan] | list[PreparedPackedPlan] = []
         self._stages_left = 0
         self._id = new_transfer_id()
         self._peer: Peer | None = None
@@ -101,7 +104,9 @@ class Send(Transfer):
         if layer not in self._layers:
             raise InvalidRequest(f"unknown layer {layer!r}; the cache has {', '.join(self._layers[:8])} ...")
         if event is not None:
-            raise InvalidRequest("a cache in host memory has no events to wait for; call layer_ready once it is written")
+            raise InvalidRequest(
+                "a cache in host memory has no events to wait for; call layer_ready once it is written"
+            )
         stage = self._layers.index(layer)
         self._node.progress.post(lambda: self._mark_ready(stage))
 
@@ -128,9 +133,7 @@ class Send(Transfer):
         engine = self._node.directory.find(ticket)
         if engine is None:
             self.waits_for(f"engine {ticket.engine!r} at {ticket.endpoint}")
-            self._node.progress.post(
-                lambda: self._node.directory.look_up(ticket, lambda _: self.start(), self.abort)
-            )
+            self._node.progress.post(lambda: self._node.directory.look_up(ticket, lambda _: self.start(), self.abort))
             return
         try:
             peer, remote = self._receiver(engine)
@@ -145,10 +148,20 @@ class Send(Transfer):
             self._try_again("the reservation to be published")
             return
         dst_lists = check_blocks(remote.layout, record.lists(), tokens=ticket.tokens, role="destination")
-        self._stages = plan_stages(self._cache, remote, self._src_lists, dst_lists, ticket, self._layerwise)
+        joined = join_packed([self._cache.layout], remote.layout, self._wire)[0]
+        way = best_way(remote, joined, self._node)
+        layers = self._layers if self._layerwise else (None,)
+        if way == "packed":
+            counts = {name: len(ids) for name, ids in dst_lists.items()}
+            self._stages = packed_stages(joined, self._src_lists, counts, ticket.tokens, layers)
+        else:
+            plain, tokens = joined.plain, ticket.tokens
+            self._stages = [
+                PreparedPlan(plain.plan_checked(self._src_lists, dst_lists, tokens=tokens, layer=layer))
+                for layer in layers
+            ]
         self._stages_left = len(self._stages)
         self._peer, self._remote = peer, remote
-        way = remote.best_way(self._node.ways)
         plans = [stage.plan for stage in self._stages]
         self.count(
             backend=peer.backend,
@@ -156,7 +169,7 @@ class Send(Transfer):
             wire=self._wire,
             bytes=sum(plan.nbytes for plan in plans),
             wire_bytes=sum(plan.wire_bytes if way == "packed" else plan.nbytes for plan in plans),
-            copies=sum(plan.copies for plan in plans),
+            copies=sum(copies_of(plan) for plan in plans),
             peers=1,
             conversation=True,
         )
@@ -248,6 +261,7 @@ class Send(Transfer):
                 staging=staging,
                 offer=grant.offer,
                 threads=self._node.limits.copy_threads,
+                check_finite=self._node.check_finite,
                 written=self._packed_written,
             )
             if not self.hold():
@@ -314,22 +328,15 @@ class Send(Transfer):
             self._peer.session.send(Ended(transfer=self._id, error=name, reason=reason))
 
 
-def plan_stages(
-    src_cache: Cache,
-    remote: RemoteCache,
-    src_lists: dict[str, np.ndarray],
-    dst_lists: dict[str, np.ndarray],
-    ticket: Ticket,
-    layerwise: bool,
-) -> list[PreparedPlan]:
-    """One plan for everything, or one a layer in the source layout's order."""
-    joined = join([src_cache.layout], remote.layout)[0]
-    layers: Sequence[str | None] = [None]
-    if layerwise:
-        layers = tuple(dict.fromkeys(layer for group in src_cache.layout.groups for layer in group.layers))
-    return [
-        PreparedPlan(joined.plan_checked(src_lists, dst_lists, tokens=ticket.tokens, layer=layer)) for layer in layers
-    ]
+def packed_stages(
+    joined: PackedJoin,
+    src_blocks: Blocks,
+    dst_blocks: Blocks,
+    tokens: int,
+    layers: Sequence[str | None],
+) -> list[PreparedPackedPlan]:
+    """One packed plan for everything (layers is ``(None,)``), or one a layer; of one side only counts are needed."""
+    return [PreparedPackedPlan(joined.plan(src_blocks, dst_blocks, tokens=tokens, layer=layer)) for layer in layers]
 
 
 class Reservation(Transfer):
@@ -341,9 +348,7 @@ class Reservation(Transfer):
     """
 
     def __init__(self, node: Node, cache: Cache, ticket: Ticket, dst_lists: dict[str, np.ndarray]) -> None:
-        super().__init__(
-            node.progress, timeout_s=ticket.ttl_s, what=f"reservation of request {ticket.request_id!r}"
-        )
+        super().__init__(node.progress, timeout_s=ticket.ttl_s, what=f"reservation of request {ticket.request_id!r}")
         self.ticket = ticket
         self.cache = cache
         self.claimed = False
@@ -394,17 +399,11 @@ class _Receive:
             self._count(claim.way, 0, 0)
             self._begin(None)
             return
-        counts = {group.name: claim.blocks.get(group.name, 0) for group in remote.layout.groups}
-        src_lists = stand_ins(remote, counts, ticket.tokens)
-        joined = join([remote.layout], self._cache.layout)[0]
-        layers: Sequence[str | None] = [None]
-        if claim.layerwise:
-            layers = tuple(dict.fromkeys(layer for group in remote.layout.groups for layer in group.layers))
-        stages = [
-            PreparedPlan(joined.plan_checked(src_lists, dst_lists, tokens=ticket.tokens, layer=layer))
-            for layer in layers
-        ]
-        self._complete = not any(stage.plan.parts for stage in stages)
+        counts = counts_of(remote, claim.blocks, ticket.tokens)
+        joined = join_packed([remote.layout], self._cache.layout, claim.wire)[0]
+        layers = layer_names(remote.layout) if claim.layerwise else (None,)
+        stages = packed_stages(joined, counts, dst_lists, ticket.tokens, layers)
+        self._complete = not any(stage.plan.wire_bytes for stage in stages)
         self._count("packed", sum(s.plan.nbytes for s in stages), sum(s.plan.wire_bytes for s in stages))
         self._line = borrow(
             self._node.staging,
@@ -415,11 +414,16 @@ class _Receive:
 
     def _count(self, way: str, nbytes: int, wire_bytes: int) -> None:
         self._reservation.count(
-            backend=self._peer.backend, way=way, wire=self._claim.wire, bytes=nbytes, wire_bytes=wire_bytes, peers=1,
+            backend=self._peer.backend,
+            way=way,
+            wire=self._claim.wire,
+            bytes=nbytes,
+            wire_bytes=wire_bytes,
+            peers=1,
             conversation=True,
         )
 
-    def _lend(self, stages: list[PreparedPlan], loan: Loan) -> None:
+    def _lend(self, stages: list[PreparedPackedPlan], loan: Loan) -> None:
         if self._reservation.done() or self._reservation.stopping:
             self._node.staging.give_back(loan)
             return
@@ -437,6 +441,7 @@ class _Receive:
             hold=self._reservation.hold,
             drop=self._dropped,
             complete=self._completed,
+            fail=self._reservation.abort,
             advance=self._reservation.advance,
         )
         self._begin(
@@ -446,6 +451,7 @@ class _Receive:
                 slot_bytes=loan.slot_bytes,
                 slots=loan.slots,
                 wire=self._claim.wire,
+                checksums=self._node.checksums,
             )
         )
 
@@ -521,13 +527,14 @@ class _Receive:
             self._node.staging.give_back(loan)
 
 
-def stand_ins(remote: RemoteCache, counts: dict[str, int], tokens: int) -> dict[str, np.ndarray]:
-    """Block lists of the right lengths for the side whose ids are not needed. Raises InvalidRequest."""
-    lists = {}
-    for group in remote.layout.groups:
-        count = counts.get(group.name, 0)
-        if not 0 <= count <= group.blocks_for(tokens):
-            raise InvalidRequest(f"group {group.name!r}: {count} blocks for {tokens} tokens cannot be")
-        lists[group.name] = np.zeros(count, np.int32)
-    return lists
+def layer_names(layout: CacheLayout) -> tuple[str, ...]:
+    """The layout's layers in slice order."""
+    return tuple(dict.fromkeys(layer for group in layout.groups for layer in group.layers))
 
+
+def counts_of(remote: RemoteCache, counts: Mapping[str, int], tokens: int) -> dict[str, int]:
+    """A peer's block counts, checked: its ids are not needed. Raises InvalidRequest."""
+    for group in remote.layout.groups:
+        if not 0 <= counts.get(group.name, 0) <= group.blocks_for(tokens):
+            raise InvalidRequest(f"group {group.name!r}: {counts[group.name]} blocks for {tokens} tokens cannot be")
+    return {group.name: counts.get(group.name, 0) for group in remote.layout.groups}

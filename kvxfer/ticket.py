@@ -47,8 +47,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """Permission to fetch one lease or to fill one reservation, once.
 
     `generation` is the engine's (it changes when the engine restarts), `lease` the slot's. `digest` covers the lease's
-    record (see lease.py), `fingerprint` the layout's. `ttl_s` is what the publisher granted when it signed; the publisher
-    alone judges when it has run out. ``bytes(ticket)`` and `to_dict` travel anywhere.
+    record (see lease.py), `fingerprint` the layout's. `ttl_s` is what the publisher granted when it signed; the
+    publisher alone judges when it has run out. ``bytes(ticket)`` and `to_dict` travel anywhere.
     """
 
     role: Role

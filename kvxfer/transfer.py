@@ -19,7 +19,7 @@ from typing import Any
 from kvxfer.errors import Cancelled, Closed, DeadlineExceeded, InvalidRequest, KvxferError
 from kvxfer.progress import Job, ProgressThread
 
-_FOREVER_S = threading.TIMEOUT_MAX
+_DRAIN_S = 1.0  # how long wait() stays beyond a transfer's deadline while a writer has not stopped
 
 
 class TransferState(enum.Enum):
@@ -120,22 +120,22 @@ class Transfer:
         """Wait for the end and return the statistics, or raise what went wrong.
 
         Raises DeadlineExceeded when `timeout_s` passes first; the transfer then goes on until its own deadline.
-        Never waits much beyond that deadline. The waiting thread may move the bytes itself.
+        Never waits much beyond that deadline: while a peer that stands still may yet write, it raises DeadlineExceeded
+        and `done()` stays False. The waiting thread may move the bytes itself.
         """
         if self._progress.is_current:
             raise InvalidRequest("wait() was called on the progress thread (in a callback), which it would block")
         job = self._job
         if job is not None:
             job.run()
-        until = None if timeout_s is None else time.monotonic() + timeout_s
+        timeout_s = max(0.0, self.remaining_s) + _DRAIN_S if timeout_s is None else timeout_s
+        until = time.monotonic() + timeout_s
         while not self.done():
-            left = self.remaining_s if self.remaining_s > 0 else None  # past its deadline it only drains
-            if until is not None:
-                left = min(until - time.monotonic(), left or _FOREVER_S)
-                if left <= 0:
-                    raise DeadlineExceeded(
-                        f"{self._what} has not ended within {timeout_s:g} s; it is {self._state.value}"
-                    )
+            left = until - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceeded(f"{self._what} has not ended within {timeout_s:g} s; it is {self._state.value}")
+            if self.remaining_s > 0:  # past its deadline it only drains
+                left = min(left, self.remaining_s)
             with self._ended:
                 self._ended.wait_for(lambda: self._state in ENDED, left)
         return self.result()
@@ -215,7 +215,8 @@ class Transfer:
     def _expire(self) -> None:
         self.abort(
             DeadlineExceeded(
-                f"{self._what} ran past its deadline of {self._timeout_s:g} s while {self._state.value}{self._waiting_for}"
+                f"{self._what} ran past its deadline of {self._timeout_s:g} s while {self._state.value}"
+                f"{self._waiting_for}"
             )
         )
 

@@ -1,10 +1,8 @@
 #include "cpu/move.h"
 
-#include <algorithm>
 #include <cstring>
-#include <system_error>
-#include <thread>
-#include <vector>
+
+#include "cpu/parallel.h"
 
 namespace kvxfer::cpu {
 namespace {
@@ -44,7 +42,6 @@ void copy_strided(const Place& src, const Place& dst, Extent extent) {
     }
   }
 }
-
 
 Extent extent_of(const Row& row, const Segments& segments, int64_t segment, uint64_t& src_entry,
                  uint64_t& dst_entry) {
@@ -104,22 +101,8 @@ void run(const Work& work, const uint64_t* src_bases, const uint64_t* dst_bases,
 
 void run_threaded(const Work& work, const uint64_t* src_bases, const uint64_t* dst_bases, uint8_t* wire,
                   int threads) {
-  const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, work.count));
-  const auto boundary = [&](int64_t part) { return work.first + work.count * part / parts; };
-  std::vector<std::thread> others;
-  others.reserve(static_cast<std::size_t>(parts - 1));
-  int64_t started = 1;
-  try {
-    for (; started < parts; ++started) {
-      const int64_t begin = boundary(started), end = boundary(started + 1);
-      others.emplace_back([=, &work] { run(work, src_bases, dst_bases, wire, begin, end - begin); });
-    }
-  } catch (const std::system_error&) {
-    // The system refused a thread: this one does what is left over.
-    run(work, src_bases, dst_bases, wire, boundary(started), boundary(parts) - boundary(started));
-  }
-  run(work, src_bases, dst_bases, wire, boundary(0), boundary(1) - boundary(0));
-  for (std::thread& other : others) other.join();
+  over_segments(work.first, work.count, threads,
+                [&](int64_t first, int64_t count) { run(work, src_bases, dst_bases, wire, first, count); });
 }
 
 }  // namespace

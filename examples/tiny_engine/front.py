@@ -33,7 +33,8 @@ class WorkerDied(Exception):
 class Front:
     """A prefill and a decode process, for as long as the `with` block lasts."""
 
-    def __init__(self, options: WorkerOptions = WorkerOptions()) -> None:
+    def __init__(self, options: WorkerOptions | None = None) -> None:
+        options = options or WorkerOptions()
         # Whoever holds the secret can read the cache: it is made for these two and goes to no one else.
         secret = secrets.token_bytes(32)
         self._prefill = WorkerProcess("prefill", prefill_worker.run, secret, options)
@@ -58,8 +59,7 @@ class Front:
         `on_news` hears of every prefilled prompt and every token as it comes. Raises `WorkerDied`.
         """
         requests = [
-            PrefillRequest(request_id=f"request-{next(self._request_numbers)}", prompt=prompt)
-            for prompt in prompts
+            PrefillRequest(request_id=f"request-{next(self._request_numbers)}", prompt=prompt) for prompt in prompts
         ]
         ended: dict[str, Decoded | Failed] = {}
         to_prefill = deque(requests)

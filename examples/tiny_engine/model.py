@@ -97,9 +97,7 @@ class Llama:
             allocate=allocate,
         )
 
-    def forward(
-        self, tokens: Sequence[int], start: int, block_table: Sequence[int], cache: PagedCache
-    ) -> np.ndarray:
+    def forward(self, tokens: Sequence[int], start: int, block_table: Sequence[int], cache: PagedCache) -> np.ndarray:
         """Run `tokens`, which stand at positions `start` and after, and store their keys and values.
 
         Positions 0 to `start` - 1 are in the blocks of `block_table`, which has room for the new ones.

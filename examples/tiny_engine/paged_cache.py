@@ -93,9 +93,7 @@ class PagedCache:
         """How many blocks hold `tokens` tokens."""
         return -(-tokens // self.block_tokens)
 
-    def write(
-        self, layer: int, block_table: Sequence[int], start: int, keys: np.ndarray, values: np.ndarray
-    ) -> None:
+    def write(self, layer: int, block_table: Sequence[int], start: int, keys: np.ndarray, values: np.ndarray) -> None:
         """Store one layer's keys and values [tokens, kv_heads, head_dim] at positions `start` and after."""
         positions = np.arange(start, start + len(keys))
         blocks = np.asarray(block_table)[positions // self.block_tokens]

@@ -18,7 +18,8 @@ COMMANDS = ("demo", "doctor", "size", "bench")
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Errors of the library end it with status 2 and one message on standard error."""
     parser = argparse.ArgumentParser(
-        prog="kvxfer", description="Moves a request's KV cache from the worker that prefills it to the one that decodes."
+        prog="kvxfer",
+        description="Moves a request's KV cache from the worker that prefills it to the one that decodes.",
     )
     parser.add_argument("--version", action="version", version=f"kvxfer {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")

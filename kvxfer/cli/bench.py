@@ -23,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run one benchmark and return its exit status, or list them."""
-    files = {path.stem.removeprefix("bench_"): path for path in sorted((checkout.root() / "benchmarks").glob("bench_*.py"))}
+    files = {
+        path.stem.removeprefix("bench_"): path for path in sorted((checkout.root() / "benchmarks").glob("bench_*.py"))
+    }
     if args.name is None:
         for name, path in files.items():
             print(f"{name:<10} {path.read_text().split(chr(34) * 3)[1].strip().splitlines()[0]}")

@@ -18,7 +18,8 @@ def root() -> Path:
         if (folder / "examples" / "tiny_engine").is_dir() and (folder / "benchmarks").is_dir():
             return folder
     raise InvalidRequest(
-        "this command runs code of the repository (examples/, benchmarks/), which is not installed: run it in a checkout"
+        "this command runs code of the repository (examples/, benchmarks/), which is not installed: run it in a "
+        "checkout"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from kvxfer import formats
 from kvxfer.cli import checkout
 from kvxfer.cli.demo import Report
 from kvxfer.cli.progress_bar import ProgressBar
@@ -26,8 +27,8 @@ def demonstrate(args: argparse.Namespace) -> Report:
     tokenizer = checkout.load(f"{engine.__name__}.tokenizer").Tokenizer(checkpoint.metadata)
     prompt = tokenizer.encode_chat([("user", args.prompt)])
     answer = _with_two_processes(args, prompt)
-    text = tokenizer.decode(answer.tokens)
-    reference = tokenizer.decode(_with_one_process(args, checkpoint, prompt))
+    reference = _with_one_process(args, checkpoint, prompt)
+    equal = [ours == theirs for ours, theirs in zip(answer.tokens, reference, strict=False)]
     return Report(
         model=MODEL,
         backend=answer.backend,
@@ -37,10 +38,11 @@ def demonstrate(args: argparse.Namespace) -> Report:
         bytes=answer.fetched_bytes,
         seconds=answer.fetch_seconds,
         gigabytes_per_s=answer.fetched_bytes / answer.fetch_seconds / 1e9,
-        verified=answer.verified,
-        text=text,
-        text_matches=text == reference,
-        reference_text=reference,
+        verified=answer.verified if formats.parse(answer.wire).lossless else None,
+        text=tokenizer.decode(answer.tokens),
+        text_matches=answer.tokens == reference,
+        reference_text=tokenizer.decode(reference),
+        equal_tokens=equal.index(False) if False in equal else len(equal),
     )
 
 

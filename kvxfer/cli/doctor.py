@@ -109,7 +109,9 @@ def _try(way: str, memory: str) -> dict:
             cache = connector.register(arrays, _layout())
             for ticket in tickets:  # the first dials and touches the memory
                 stats = cache.fetch(ticket, into={"full": blocks}, timeout_s=_TIMEOUT_S).wait()
-        equal = all((array.reshape(len(blocks), -1)[blocks] == _pattern(array, len(blocks))).all() for array in arrays.values())
+        equal = all(
+            (array.reshape(len(blocks), -1)[blocks] == _pattern(array, len(blocks))).all() for array in arrays.values()
+        )
         return result | {
             "backend": stats.backend,
             "works": equal,

@@ -114,13 +114,17 @@ class Renew(Message, tag="renew"):
 
 
 class PackedOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """Staging that the receiving side lends: `slots` buffers of `slot_bytes`, one after another, from `offset`."""
+    """Staging that the receiving side lends: `slots` buffers of `slot_bytes`, one after another, from `offset`.
+
+    Each takes a chunk header and the chunk, in wire format `wire`, with a checksum when `checksums` asks for it.
+    """
 
     staging: RegionHandles
     offset: int
     slot_bytes: int
     slots: int
     wire: str
+    checksums: bool
 
 
 class Sources(Message, tag="sources"):
@@ -155,7 +159,7 @@ class Pull(Message, tag="pull"):
 
 
 class Claim(Message, tag="claim"):
-    """Asks for the right to write into a reservation. `way` says how the bytes will come; `blocks` counts source blocks."""
+    """Asks for the right to write into a reservation. `way` says how the bytes come, `blocks` counts source blocks."""
 
     transfer: int
     slot: int
@@ -198,7 +202,7 @@ class Stop(Message, tag="stop"):
 
 
 class Ended(Message, tag="ended"):
-    """The writing side writes nothing more for this transfer. `error` (an error class) is empty when all was written."""
+    """The writing side writes nothing more for this transfer. `error` (an error class) is empty when all is written."""
 
     transfer: int
     error: str = ""
@@ -220,8 +224,23 @@ class Refused(Message, tag="refused"):
 
 
 _ALL = (
-    Hello | Welcome | Description | Ping | Bye | Release | Renew | Sources | Pull | Claim | Grant | Chunk | Credit | Stop
-    | Ended | Received | Refused
+    Hello
+    | Welcome
+    | Description
+    | Ping
+    | Bye
+    | Release
+    | Renew
+    | Sources
+    | Pull
+    | Claim
+    | Grant
+    | Chunk
+    | Credit
+    | Stop
+    | Ended
+    | Received
+    | Refused
 )
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_ALL)

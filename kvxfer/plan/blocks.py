@@ -43,6 +43,25 @@ def check_blocks(layout: CacheLayout, blocks: BlockLists, *, tokens: int, role: 
     return checked
 
 
+def stand_in_blocks(
+    layout: CacheLayout, blocks: Mapping[str, Sequence[int] | np.ndarray | int], *, tokens: int
+) -> dict[str, np.ndarray]:
+    """Lists of zeros with the lengths of `blocks` (lists, or their numbers of ids), clipped like `check_blocks`.
+
+    For the side of a plan whose ids are the other end's business. Raises InvalidBlocks for an impossible number.
+    """
+    lists = {}
+    for group in layout.groups:
+        given = blocks.get(group.name, 0)
+        count = given if isinstance(given, (int, np.integer)) else len(given)
+        if not 0 <= count <= group.blocks_for(tokens):
+            raise InvalidBlocks(
+                f"group {group.name!r}: {tokens} tokens lie in {group.blocks_for(tokens)} blocks, got {count}"
+            )
+        lists[group.name] = np.zeros(min(count, group.tail_blocks), np.int32)
+    return lists
+
+
 def _check_list(group: Group, ids: Sequence[int] | np.ndarray, tokens: int, role: str) -> np.ndarray:
     where = f"group {group.name!r}, {role} blocks"
     try:

@@ -1,6 +1,6 @@
 """The conformance suite's parameters. A backend of another package runs the suite by its name:
 
-    pytest tests/backends --kvxfer-backend NAME
+pytest tests/backends --kvxfer-backend NAME
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Pair:
 @pytest.fixture(scope="session")
 def road(request: pytest.FixtureRequest) -> Iterator[Pair]:
     backend, way, memory = request.param
-    with Peer(backend, ways=(way,)) as peer, kvxfer.Connector(
-        "here", backends=[backend], ways=(way,), secret=SECRET
-    ) as here:
+    with (
+        Peer(backend, ways=(way,)) as peer,
+        kvxfer.Connector("here", backends=[backend], ways=(way,), secret=SECRET) as here,
+    ):
         yield Pair(backend, way, memory, here, peer, (f"kv{i}" for i in itertools.count()))

@@ -108,6 +108,10 @@ class _Servant:
         for array in self.arrays[cache].values():
             array[:] = value
 
+    def mask(self, cache: str, bits: int) -> None:
+        for array in self.arrays[cache].values():
+            array &= np.uint8(bits)
+
     def contents(self, cache: str) -> dict[str, np.ndarray]:
         return {name: np.array(array) for name, array in self.arrays[cache].items()}
 

@@ -1,4 +1,4 @@
-"""What a cache holds for a prompt, read entry by entry with plain NumPy: the truth that every backend is compared to."""
+"""What a cache holds for a prompt, read entry by entry with plain NumPy: the truth that backends are compared to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from kvxfer import CacheLayout, GroupKind
 
 
 def contents(
-    layout: CacheLayout, arrays: Mapping[str, np.ndarray], blocks: Mapping[str, Sequence[int]], tokens: int, first: int = 0
+    layout: CacheLayout,
+    arrays: Mapping[str, np.ndarray],
+    blocks: Mapping[str, Sequence[int]],
+    tokens: int,
+    first: int = 0,
 ) -> dict[tuple[str, str], np.ndarray]:
     """Bytes ``[entries, heads, bytes]`` of each (layer, plane) for the tokens from `first` on."""
     found = {}

@@ -255,7 +255,7 @@ def test_what_does_not_fit_is_refused_with_nothing_written(road: Pair) -> None:
     src, dst = paged(), paged(head_dim=16)
     name, cache, arrays = road.caches(src, dst)
     ticket = road.peer.publish(name, blocks_of(src, 40, 1), tokens=40)
-    with pytest.raises(errors.LayoutMismatch, match="bytes of a head|head"):
+    with pytest.raises(errors.LayoutMismatch, match=r"bytes of a head|head"):
         cache.fetch(ticket, into=blocks_of(dst, 40, 2)).wait(20)
     other = paged(fingerprint={"model": "another"})
     name, cache, more = road.caches(src, other)

@@ -63,7 +63,13 @@ def test_one_ticket_serves_every_rank(road: tuple[str, str], decode_heads: list[
         decode = [
             stack.enter_context(
                 kvxfer.Connector(
-                    f"decode-{i}", engine="decode", generation=7, rank=i, ranks=len(decode_heads), ways=(way,), secret=SECRET
+                    f"decode-{i}",
+                    engine="decode",
+                    generation=7,
+                    rank=i,
+                    ranks=len(decode_heads),
+                    ways=(way,),
+                    secret=SECRET,
                 )
             )
             for i in range(len(decode_heads))
@@ -80,8 +86,9 @@ def test_one_ticket_serves_every_rank(road: tuple[str, str], decode_heads: list[
             rank.publish("kv", {"full": SRC}, tokens=TOKENS, ticket=ticket)
         stats = [transfer.wait(20) for transfer in transfers]
         assert {s.way for s in stats} == {way}
-        there = all_heads([(layout(*h), r.contents("kv")) for r, h in zip(prefill, prefill_heads)], {"full": SRC})
-        here = all_heads([(layout(*h), a) for a, h in zip(arrays, decode_heads)], {"full": DST})
+        sources = [(layout(*h), r.contents("kv")) for r, h in zip(prefill, prefill_heads, strict=True)]
+        there = all_heads(sources, {"full": SRC})
+        here = all_heads([(layout(*h), a) for a, h in zip(arrays, decode_heads, strict=True)], {"full": DST})
         assert all((there[key] == here[key]).all() and there[key].size for key in there)
         # A rank's blocks are free once every decode rank is done with the lease, also one that it read nothing from.
         assert [rank.lease_state(ticket, wait_s=5) for rank in prefill] == ["released"] * 2
@@ -94,7 +101,7 @@ def test_a_rank_that_publishes_other_blocks_is_refused() -> None:
         with pytest.raises(errors.InvalidBlocks, match="not those that the ticket was issued for"):
             rank.publish("kv", {"full": SRC[::-1]}, tokens=TOKENS, ticket=ticket)
         rank.publish("kv", {"full": SRC}, tokens=TOKENS, ticket=ticket)
-        with pytest.raises(errors.InvalidRequest, match="in use"):
+        with pytest.raises(errors.InvalidTicket, match="published here before"):
             rank.publish("kv", {"full": SRC}, tokens=TOKENS, ticket=ticket)
         rank.release(ticket)
         with pytest.raises(errors.InvalidTicket, match="published here before"):

@@ -1,6 +1,6 @@
 """Golden bytes of every control message and of the ticket: what is on the wire changes only with the version.
 
-    python -m tests.golden.test_control    rewrites control.json after a change that is meant
+python -m tests.golden.test_control    rewrites control.json after a change that is meant
 """
 
 from __future__ import annotations
@@ -18,11 +18,19 @@ FILE = Path(__file__).with_name("control.json")
 SECRET = b"a secret for golden bytes"
 
 _LAYOUT = CacheLayout.paged(
-    layers=["layers.0"], num_blocks=4, block_tokens=2, kv_heads=1, head_dim=8, dtype="float16", fingerprint={"model": "x"}
+    layers=["layers.0"],
+    num_blocks=4,
+    block_tokens=2,
+    kv_heads=1,
+    head_dim=8,
+    dtype="float16",
+    fingerprint={"model": "x"},
 )
-_IDENTITY = m.Identity(name="d", engine="decode", generation=7, rank=1, endpoint="tcp://127.0.0.1:5", members={0: "tcp://h:1"})
+_IDENTITY = m.Identity(
+    name="d", engine="decode", generation=7, rank=1, endpoint="tcp://127.0.0.1:5", members={0: "tcp://h:1"}
+)
 _REGION = m.RegionHandles(nbytes=64, handles={"shm": b"\x01\x02"})
-_OFFER = m.PackedOffer(staging=_REGION, offset=4096, slot_bytes=1024, slots=3, wire="raw")
+_OFFER = m.PackedOffer(staging=_REGION, offset=4096, slot_bytes=1024, slots=3, wire="raw", checksums=False)
 MESSAGES = {
     "hello": m.Hello(protocol=1, nonce=bytes(16), identity=_IDENTITY),
     "welcome": m.Welcome(protocol=1, nonce=bytes(16), session=bytes(range(16)), identity=_IDENTITY),

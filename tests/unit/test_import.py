@@ -23,7 +23,9 @@ def test_importing_takes_under_a_fifth_of_a_second() -> None:
 
 
 def test_every_public_name_is_there() -> None:
-    assert _run("import kvxfer; print([name for name in kvxfer.__all__ if getattr(kvxfer, name, None) is None])") == "[]"
+    assert (
+        _run("import kvxfer; print([name for name in kvxfer.__all__ if getattr(kvxfer, name, None) is None])") == "[]"
+    )
 
 
 def test_connecting_loads_no_optional_package() -> None:

@@ -43,6 +43,8 @@ def test_the_word_changes_when_the_lease_ends_and_only_then() -> None:
 def test_a_lease_number_is_published_once() -> None:
     table, _ = make()
     table.publish(0, 5, b"record")
+    with pytest.raises(errors.InvalidTicket, match="published here before"):
+        table.publish(0, 5, b"record")
     with pytest.raises(errors.InvalidRequest, match="in use"):
         table.publish(0, 6, b"record")
     table.end(0, 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -68,5 +69,5 @@ def test_random_loans_never_overlap() -> None:
         elif live:
             staging.give_back(live.pop(rng.randrange(len(live))))
         spans = sorted((loan.offset, loan.offset + loan.nbytes) for loan in live)
-        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
         assert sum(loan.nbytes for loan in live) == staging.lent_bytes

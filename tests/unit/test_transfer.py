@@ -45,7 +45,11 @@ def in_state(progress: ProgressThread, state: TransferState) -> Transfer:
 CALLS = {
     "begin": {S.POSTED: (S.MOVING, True), **dict.fromkeys(set(S) - {S.POSTED}, (None, False))},
     "succeed": {S.MOVING: (S.DONE, True), **dict.fromkeys(set(S) - {S.MOVING}, (None, False))},
-    "hold": {S.POSTED: (None, True), S.MOVING: (None, True), **dict.fromkeys(set(S) - {S.POSTED, S.MOVING}, (None, False))},
+    "hold": {
+        S.POSTED: (None, True),
+        S.MOVING: (None, True),
+        **dict.fromkeys(set(S) - {S.POSTED, S.MOVING}, (None, False)),
+    },
     "cancel": {
         S.POSTED: (S.CANCELLED, None),
         S.MOVING: (S.CANCELLED, None),

@@ -1,0 +1,3 @@
+#define KVXFER_VECTORS portable_vectors
+#define KVXFER_VECTORS_NAME "portable"
+#include "cpu/vectors.inl"

@@ -1,0 +1,119 @@
+"""Chunk headers: what a reader accepts, and what it refuses by name."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import pytest
+
+from kvxfer import formats
+from kvxfer.errors import (
+    ChecksumMismatch,
+    InvalidChunk,
+    InvalidRequest,
+    KvxferError,
+    MissingExtra,
+    UnknownChunkVersion,
+    UnknownWireFormat,
+)
+from kvxfer.formats import HEADER_BYTES, ChunkHeader
+
+
+def header(**changes) -> ChunkHeader:
+    fields = dict(wire=formats.parse("mxfp4:ceil"), plan_id=1, layout_tag=2, chunk=3, payload_bytes=5)
+    return ChunkHeader(**(fields | changes))
+
+
+def changed(offset: int, data: bytes) -> bytes:
+    encoded = bytearray(header().encode())
+    encoded[offset : offset + len(data)] = data
+    return bytes(encoded)
+
+
+def test_round_trip_with_bytes_after_it():
+    assert ChunkHeader.decode(header().encode() + b"hello") == header()
+    assert ChunkHeader.decode(memoryview(header(checksum=0).encode())).checksum == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        (b"", InvalidChunk, "128 bytes, got 0"),
+        (header().encode()[:-1], InvalidChunk, "got 127"),
+        (changed(0, b"KVXD"), InvalidChunk, "KVXC"),
+        (changed(4, b"\2"), UnknownChunkVersion, "version 2, this library reads 1"),
+        (changed(6, b"\2"), InvalidChunk, "unknown flags 0x0002"),
+        (changed(8, b"\xff" * 8), InvalidChunk, "at most"),
+        (changed(40, b"\1"), InvalidChunk, "flag says that there is none"),
+        (changed(48, b"mxfp5"), UnknownWireFormat, "'mxfp5:ceil'; known are raw"),
+        (changed(48, b"mxfp4:flat"), UnknownWireFormat, "no option 'flat'"),
+        (changed(48, b"mxfp4:\xff"), InvalidChunk, "not ASCII"),
+        (changed(58, b",ceil"), UnknownWireFormat, "one of"),
+        (changed(48, b"mxfp4:floor"), InvalidChunk, "canonical name is 'mxfp4'"),
+        (changed(127, b"x"), UnknownWireFormat, "no wire format|no option"),
+    ],
+)
+def test_a_reader_refuses_what_it_does_not_know(data, error, message):
+    with pytest.raises(error, match=message):
+        ChunkHeader.decode(data)
+
+
+def test_payload_and_expectation():
+    payload = b"12345"
+    header().check(payload, expected=header(checksum=9))
+    with pytest.raises(InvalidChunk, match="announces 5 bytes, got 4"):
+        header().check(payload[:4])
+    for field, value in (("chunk", 4), ("plan_id", 9), ("layout_tag", 9), ("wire", formats.parse("raw"))):
+        with pytest.raises(InvalidChunk, match=f"chunk {field}: expected"):
+            header(**{field: value}).check(payload, expected=header())
+
+
+def test_checksum():
+    pytest.importorskip("xxhash")
+    payload = b"12345"
+    good = header(checksum=formats.checksum(payload))
+    good.check(payload)
+    with pytest.raises(ChecksumMismatch, match="chunk 3"):
+        good.check(b"12346")
+
+
+def test_a_checksum_needs_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(MissingExtra, match=r"kvxfer\[checksum\]"):
+        formats.checksum(b"")
+
+
+def test_fields_must_fit():
+    with pytest.raises(InvalidRequest, match="64 bits"):
+        header(plan_id=-1)
+    with pytest.raises(InvalidRequest, match="at most"):
+        header(payload_bytes=1 << 50)
+    with pytest.raises(InvalidRequest, match="80 bytes"):
+        header(wire=formats.WireFormat(name="n" * 81)).encode()
+
+
+def test_random_mutations_raise_our_errors_and_nothing_else():
+    source = random.Random(5)
+    names = ["raw", "nvfp4:four_over_six,scale=0.25", "int4:asym,32,hadamard,first=4", "mla:rope=fp8"]
+    originals = [header(wire=formats.parse(name), checksum=7).encode() for name in names]
+    accepted = 0
+    for _ in range(20_000):
+        data = bytearray(source.choice(originals))
+        for _ in range(source.randint(1, 6)):
+            kind = source.random()
+            at = source.randrange(len(data))
+            if kind < 0.6:
+                data[at] = source.randrange(256)
+            elif kind < 0.8:
+                data[min(48 + source.randrange(40), len(data) - 1)] = source.choice(b"0123456789,:=_.acdeflnorsx\0")
+            else:
+                data = data[: max(1, at)] + source.randbytes(source.randrange(3))
+        try:
+            decoded = ChunkHeader.decode(bytes(data))
+            decoded.check(b"", expected=None)
+        except KvxferError:
+            continue
+        accepted += 1
+        assert decoded.encode() == bytes(data[:HEADER_BYTES])
+    assert accepted < 20_000
