@@ -25,7 +25,7 @@ _HOMES = {
     "Plane": "kvxfer.layout",
     "Record": "kvxfer.layout",
     "Region": "kvxfer.layout",
-    "Reservation": "kvxfer.send",
+    "Reservation": "kvxfer.reserve",
     "Role": "kvxfer.control.messages",
     "Send": "kvxfer.send",
     "Slice": "kvxfer.layout",
@@ -78,7 +78,8 @@ if TYPE_CHECKING:
     from kvxfer.layout import CacheLayout, Group, GroupKind, Padding, Plane, Record, Region, Slice
     from kvxfer.lease import Lease, LeaseState
     from kvxfer.node import Limits
-    from kvxfer.send import Reservation, Send
+    from kvxfer.reserve import Reservation
+    from kvxfer.send import Send
     from kvxfer.ticket import Ticket
     from kvxfer.transfer import Transfer, TransferState, TransferStats
 

@@ -10,38 +10,32 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from kvxfer import formats, kernels
 from kvxfer import ticket as tickets
 from kvxfer.arrays import Span, span_of
-from kvxfer.control.messages import Claim, Credit, Ended, Message, Pull, RegionHandles, Role, Stop
+from kvxfer.control.messages import Claim, Pull, RegionHandles, Role
 from kvxfer.errors import (
     BufferTooSmall,
-    Cancelled,
     InvalidBlocks,
     InvalidLayout,
     InvalidRequest,
     InvalidTicket,
     KvxferError,
     LeaseExpired,
-    PeerGone,
 )
 from kvxfer.fetch import Fetch
-from kvxfer.formats import PackedJoin, join_packed
-from kvxfer.kernels import PreparedPackedPlan
 from kvxfer.layout import CacheLayout
 from kvxfer.lease import Lease
 from kvxfer.node import Node
-from kvxfer.packed import PackedSource
 from kvxfer.plan import BlockLists, check_blocks
-from kvxfer.remote import Peer, RemoteCache, remember
-from kvxfer.send import Reservation, Send, counts_of
+from kvxfer.pull import Serve
+from kvxfer.remote import Peer
+from kvxfer.reserve import Reservation
+from kvxfer.send import Send
 from kvxfer.ticket import Record, Ticket
 
 _MAX_REMEMBERED = 65536
 _MAX_REQUEST_ID = 256
-_MAX_JOINS = 64  # of one peer
 
 AnyTicket = Ticket | bytes | Mapping[str, str]
 
@@ -102,14 +96,8 @@ class Cache:
             signed = self._sign(Role.FETCH, record, tokens, ttl_s, request_id)
         else:
             signed = self._own_ticket(ticket, Role.FETCH, record)
-        try:
-            node.table.publish(signed.slot, signed.lease, record)
-        except KvxferError:
-            if ticket is None:  # else the slot is its issuer's, and may hold this very lease
-                node.numbers.give_back(signed.slot, signed.lease)
-            raise
         lease = Lease(signed, lists, time.monotonic() + ttl_s, node.end_lease)
-        node.keep_lease(lease)
+        self._publish(lease, record, numbered_here=ticket is None)
         return lease
 
     def fetch(self, ticket: AnyTicket, *, into: BlockLists, wire: str = "raw", timeout_s: float = 30.0) -> Fetch:
@@ -166,15 +154,9 @@ class Cache:
             signed = self._sign(Role.SEND, record, tokens, ttl_s, request_id)
         else:
             signed = self._own_ticket(ticket, Role.SEND, record)
-        try:
-            node.table.publish(signed.slot, signed.lease, record)
-        except KvxferError:
-            if ticket is None:  # else the slot is its issuer's, and may hold this very lease
-                node.numbers.give_back(signed.slot, signed.lease)
-            raise
         reservation = Reservation(node, self, signed, lists)
-        node.reservations[signed.slot] = reservation
-        reservation.on_end(lambda: self._end_reservation(reservation))
+        self._publish(reservation, record, numbered_here=ticket is None)
+        reservation.on_end(lambda: node.withdraw(reservation))
         node.track(reservation)
         reservation.arm()
         return reservation
@@ -213,40 +195,19 @@ class Cache:
     def serve_pull(self, peer: Peer, pull: Pull) -> None:
         """Pack leased blocks into the staging that a peer lends. Raises what the peer is refused for."""
         node = self._node
-        lease = node.leases.get(pull.slot)
-        if lease is None or lease.ticket.lease != pull.lease:
+        lease = node.promises.get(pull.slot)
+        if not isinstance(lease, Lease) or lease.ticket.lease != pull.lease:
             raise LeaseExpired("the lease has ended; fetch earlier, or publish with more ttl_s")
-        remote = peer.caches.get(pull.into_cache)
-        if remote is None:
-            raise InvalidTicket(f"{peer.identity.name} has no cache {pull.into_cache!r}")
-        tokens = lease.ticket.tokens
-        joined = self._join_for(peer, pull, remote)
-        plan = PreparedPackedPlan(joined.plan(lease.lists, counts_of(remote, pull.blocks, tokens), tokens=tokens))
-        _Serve(node, peer, pull, plan, self.bases, peer.open_region(pull.offer.staging)).start()
-
-    def _join_for(self, peer: Peer, pull: Pull, remote: RemoteCache) -> PackedJoin:
-        """This rank's part of the peer's cache, kept with the peer. Raises what the peer is refused for."""
-        key = (self.name, pull.into_cache, pull.sources, pull.offer.wire)
-        if key not in peer.joins:
-            layouts, index, first = (self.layout,), 0, 0
-            if pull.sources:
-                told = peer.sources.get(pull.sources)
-                if told is None or not 0 <= told.index < len(told.layouts):
-                    raise InvalidRequest("the pull names sources that were not told, or make no sense")
-                layouts, index, first = told.layouts, told.index, told.first
-                if layouts[index] != self.layout.unbound():
-                    raise InvalidRequest(f"layout {index} of the sources is not that of cache {self.name!r}")
-            joins = join_packed(layouts, remote.layout, pull.offer.wire, first=first)
-            found = [joined for joined in joins if joined.source == index]
-            if not found:
-                raise InvalidRequest(f"cache {self.name!r} has no part in what the peer asks for")
-            remember(peer.joins, key, found[0], limit=_MAX_JOINS)
-        return peer.joins[key]
+        Serve(node, self, lease, peer, pull).start()
 
     def serve_claim(self, peer: Peer, claim: Claim) -> None:
         """Let a peer write into a reservation. Raises what the peer is refused for."""
-        reservation = self._node.reservations.get(claim.slot)
-        if reservation is None or reservation.ticket.lease != claim.lease or reservation.cache is not self:
+        reservation = self._node.promises.get(claim.slot)
+        if (
+            not isinstance(reservation, Reservation)
+            or reservation.ticket.lease != claim.lease
+            or reservation.cache is not self
+        ):
             raise LeaseExpired("the reservation has ended; send earlier, or reserve with more ttl_s")
         reservation.claim(peer, claim)
 
@@ -291,59 +252,18 @@ class Cache:
             self._used.popitem(last=False)
         transfer.on_end(lambda: self._used.pop(key, None) if transfer.error else None)
 
-    def _end_reservation(self, reservation: Reservation) -> None:
-        ticket = reservation.ticket
-        self._node.table.end(ticket.slot, ticket.lease)
-        self._node.reservations.pop(ticket.slot, None)
-        self._node.numbers.give_back(ticket.slot, ticket.lease)
+    def _publish(self, promise: Lease | Reservation, record: bytes, *, numbered_here: bool) -> None:
+        try:
+            self._node.publish(promise, record)
+        except KvxferError:
+            if numbered_here:  # else the slot is its issuer's, and may hold this very lease
+                self._node.numbers.give_back(promise.ticket.slot, promise.ticket.lease)
+            raise
 
     def _check_writable(self) -> None:
         for name, span in self._spans.items():
             if not span.writable:
                 raise InvalidRequest(f"region {name!r} is read-only; blocks cannot be written into it")
-
-
-class _Serve:
-    """A pull being served: the publisher's side of a packed leg. Progress thread only."""
-
-    def __init__(
-        self, node: Node, peer: Peer, pull: Pull, plan: PreparedPackedPlan, bases: np.ndarray, staging
-    ) -> None:
-        self._node, self._peer, self._pull = node, peer, pull
-        self._source = PackedSource(
-            progress=node.progress,
-            pool=node.pool,
-            peer=peer,
-            transfer=pull.transfer,
-            stages=[plan],
-            src_bases=bases,
-            staging=staging,
-            offer=pull.offer,
-            threads=node.limits.copy_threads,
-            check_finite=node.check_finite,
-            written=self._written,
-        )
-
-    def start(self) -> None:
-        self._peer.conversations[self._pull.transfer] = self
-        self._source.queue_stage(0)
-
-    def handle(self, message: Message) -> None:
-        try:
-            if isinstance(message, Credit):
-                self._source.credit(message.slot)
-            elif isinstance(message, Stop):
-                self._source.stop(Cancelled("the fetching side stopped"))
-        except KvxferError as error:
-            self._source.stop(error)
-
-    def peer_gone(self, reason: PeerGone) -> None:
-        self._source.stop(reason)
-
-    def _written(self, error: KvxferError | None) -> None:
-        name, reason = (type(error).__name__, str(error)) if error else ("", "")
-        self._peer.session.send(Ended(transfer=self._pull.transfer, error=name, reason=reason))
-        self._peer.conversations.pop(self._pull.transfer, None)
 
 
 def sign_ticket(

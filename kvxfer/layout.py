@@ -241,6 +241,11 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
                 return group
         raise KeyError(name)
 
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Layer names of all groups, in slice order."""
+        return tuple(dict.fromkeys(layer for group in self.groups for layer in group.layers))
+
     def record(self, tag: str) -> Record:
         """The record tagged `tag`; KeyError when there is none."""
         for record in self.records:

@@ -170,6 +170,10 @@ class LeaseTable:
             kernels.store_word(self._address + HEADER_BYTES + slot * SLOT_BYTES, lease | ENDED)
             self._arena.give_back(offset, nbytes)
 
+    def is_awaited(self, slot: int, lease: int) -> bool:
+        """Whether the lease may yet be published: the slot has held only earlier ones."""
+        return 0 <= slot < self.slots and int(self._table[slot]["word"]) & ~ENDED < lease
+
     def is_live(self, slot: int, lease: int) -> bool:
         """Whether the slot holds this lease."""
         return 0 <= slot < self.slots and int(self._table[slot]["word"]) == lease

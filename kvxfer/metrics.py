@@ -32,11 +32,11 @@ class Metrics:
     @classmethod
     def of(cls, node: Node) -> Metrics:
         """The numbers of a connector as of now."""
-        staging = node.staging_in_use
+        staging, leases = node.staging_in_use, node.leases
         return cls(
-            leases=len(node.leases),
+            leases=len(leases),
             lease_slots_in_use=node.numbers.in_use,
-            reservations=len(node.reservations),
+            reservations=len(node.promises) - len(leases),
             transfers=len(node.active),
             peers=len(node.directory.peers),
             staging_bytes=staging.nbytes if staging else 0,

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvxfer import packed
 from kvxfer.backends.base import Backend, Registration
 from kvxfer.control.channel import Channel, Session
 from kvxfer.control.messages import (
@@ -37,16 +36,18 @@ from kvxfer.errors import Cancelled, Closed, InvalidRequest, InvalidTicket, Kvxf
 from kvxfer.lease import Lease, LeaseState, LeaseTable, SlotNumbers, table_bytes
 from kvxfer.progress import MoverPool, ProgressThread, Timer
 from kvxfer.remote import Peer, remember
-from kvxfer.staging import StagingRing
+from kvxfer.staging import CHUNK_BYTES, UNIT_BYTES, StagingRing
 from kvxfer.transfer import Transfer
 
 if TYPE_CHECKING:
     from kvxfer.cache import Cache
+    from kvxfer.reserve import Reservation
 
 _log = logging.getLogger(__name__)
 
 _DEAD_POLL_S = 0.25
 _MAX_SOURCES = 64  # of one peer
+_MAX_EARLY = 4096  # leases whose releases came before they were published
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class Limits:
     lease_slots: int = 4096
     lease_record_bytes: int = 8 << 20
     staging_bytes: int = 64 << 20
-    chunk_bytes: int = packed.CHUNK_BYTES
+    chunk_bytes: int = CHUNK_BYTES
     max_message_bytes: int = 1 << 20
     max_ttl_s: float = 3600.0
     heartbeat_s: float = 1.0
@@ -100,11 +101,11 @@ class Node:
         self.check_finite = check_finite  # by this side where it packs
         self.limits = limits
         self.caches: dict[str, Cache] = {}
-        self.leases: dict[int, Lease] = {}  # by slot
-        self.reservations: dict[int, Transfer] = {}  # by slot
+        self.promises: dict[int, Lease | Reservation] = {}  # by slot of the lease table
         self.numbers = SlotNumbers(limits.lease_slots)
         self.active: set[Transfer] = set()
         self.foreign_releases = 0
+        self._early_releases: dict[tuple[int, int], tuple[Release, ...]] = {}  # by slot and lease
         self.quarantined = 0  # resources that wait for a peer to stop or to be known dead
         self._table: LeaseTable | None = None
         self._table_handles: RegionHandles | None = None
@@ -187,7 +188,7 @@ class Node:
         for transfer in list(self.active):
             while not transfer.done() and time.monotonic() < until:
                 time.sleep(0.001)
-        for lease in list(self.leases.values()):
+        for lease in self.leases:
             self.end_lease(lease, LeaseState.RELEASED)
         self.pool.close()  # first: goodbye tells a peer that nothing is written into its memory any more
         self.progress.close(self.channel.close)
@@ -219,9 +220,9 @@ class Node:
         """The staging ring, allocated at first use. Any thread. Raises SharedMemoryFull."""
         with self._lock:
             if self._staging is None:
-                units = max(1, self.limits.staging_bytes // packed.UNIT_BYTES)
-                memory, self.staging_handles = self._allocate(units * packed.UNIT_BYTES)
-                self._staging = StagingRing(memory, packed.UNIT_BYTES)
+                units = max(1, self.limits.staging_bytes // UNIT_BYTES)
+                memory, self.staging_handles = self._allocate(units * UNIT_BYTES)
+                self._staging = StagingRing(memory)
             return self._staging
 
     @property
@@ -249,45 +250,84 @@ class Node:
 
     # --- leases ---------------------------------------------------------------------------------------------
 
-    def keep_lease(self, lease: Lease) -> None:
-        """Watch over a published lease. Any thread."""
-        self.leases[lease.ticket.slot] = lease
-        if lease.deadline < self._expiry_due:
-            self.progress.post(self._expire_leases)
+    def publish(self, promise: Lease | Reservation, record: bytes) -> None:
+        """Keep a lease or reservation, then write it into the table for peers to see. Any thread.
+
+        In this order, since a peer may be done with it before the call has returned. Raises InvalidTicket,
+        InvalidRequest, LeaseTableFull.
+        """
+        ticket = promise.ticket
+        with self._lock:
+            kept = self.promises.setdefault(ticket.slot, promise)
+        try:
+            self.table.publish(ticket.slot, ticket.lease, record)
+        except KvxferError:
+            if kept is promise:
+                self.promises.pop(ticket.slot, None)
+            raise
+        self.promises[ticket.slot] = promise
+        if isinstance(promise, Lease):
+            if (ticket.slot, ticket.lease) in self._early_releases:
+                self.progress.post(lambda: self._apply_early_releases(promise))
+            if promise.deadline < self._expiry_due:
+                self.progress.post(self._expire_leases)
+
+    def withdraw(self, promise: Lease | Reservation) -> bool:
+        """Change the table's word and forget the promise: its blocks are about to be given back. Any thread.
+
+        False when that had been done.
+        """
+        ticket = promise.ticket
+        with self._lock:
+            if self.promises.get(ticket.slot) is not promise:
+                return False
+            self.table.end(ticket.slot, ticket.lease)
+            del self.promises[ticket.slot]
+        self.numbers.give_back(ticket.slot, ticket.lease)
+        return True
 
     def end_lease(self, lease: Lease, state: LeaseState) -> None:
-        """Change the table's word, then tell whoever waits for the blocks. Any thread; idempotent."""
-        ticket = lease.ticket
-        with self._lock:  # two threads may end it, and a third may publish under its slot right after
-            if self.leases.get(ticket.slot) is not lease:
-                return
-            del self.leases[ticket.slot]
-            self.table.end(ticket.slot, ticket.lease)
-        self.numbers.give_back(ticket.slot, ticket.lease)
-        lease.finish(state)
+        """Withdraw a lease, then tell whoever waits for its blocks. Any thread; idempotent."""
+        if self.withdraw(lease):
+            lease.finish(state)
+
+    @property
+    def leases(self) -> list[Lease]:
+        """The live leases. Any thread."""
+        return [promise for promise in list(self.promises.values()) if isinstance(promise, Lease)]
 
     def _expire_leases(self) -> None:
         now = time.monotonic()
-        for lease in list(self.leases.values()):
+        for lease in self.leases:
             if lease.deadline <= now:
                 self.end_lease(lease, LeaseState.EXPIRED)
         if self._expiry is not None:
             self._expiry.cancel()
         self._expiry_due = float("inf")  # first: whoever keeps a lease that the next line misses must call again
-        self._expiry_due = min((lease.deadline for lease in list(self.leases.values())), default=float("inf"))
+        self._expiry_due = min((lease.deadline for lease in self.leases), default=float("inf"))
         if self._expiry_due < float("inf"):
             self._expiry = self.progress.call_later(self._expiry_due - now, self._expire_leases)
 
     def _lease(self, message: Release | Renew) -> Lease | None:
-        lease = self.leases.get(message.slot)
-        if lease is None or lease.ticket.lease != message.lease:
-            self.foreign_releases += 1  # it ended before the message came, or the peer is confused
-            return None
-        return lease
+        lease = self.promises.get(message.slot)
+        return lease if isinstance(lease, Lease) and lease.ticket.lease == message.lease else None
+
+    def _apply_early_releases(self, lease: Lease) -> None:
+        for message in self._early_releases.pop((lease.ticket.slot, lease.ticket.lease), ()):
+            self._released(message)
 
     def _released(self, message: Release) -> None:
         lease = self._lease(message)
+        if lease is None and self._table is not None and self._table.is_awaited(message.slot, message.lease):
+            # A reader that needs other ranks only may be done before this rank has published.
+            early = self._early_releases.get((message.slot, message.lease), ())
+            remember(self._early_releases, (message.slot, message.lease), (*early, message), limit=_MAX_EARLY)
+            lease = self._lease(message)  # published meanwhile, by another thread?
+            if lease is not None:
+                self._apply_early_releases(lease)
+            return
         if lease is None or not 0 <= message.reader < message.readers:
+            self.foreign_releases += 1  # it ended before the message came, or the peer is confused
             return
         lease.readers_done.add(message.reader)
         if len(lease.readers_done) >= message.readers:
@@ -295,7 +335,9 @@ class Node:
 
     def _renewed(self, message: Renew) -> None:
         lease = self._lease(message)
-        if lease is not None and message.ttl_s > 0:
+        if lease is None:
+            self.foreign_releases += 1
+        elif message.ttl_s > 0:
             lease.renew(min(message.ttl_s, self.limits.max_ttl_s))
 
     # --- what the channel says ------------------------------------------------------------------------------

@@ -13,36 +13,48 @@ from __future__ import annotations
 import collections
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvxfer.backends.base import RemoteRegion
 from kvxfer.control.messages import Chunk as ChunkMessage
 from kvxfer.control.messages import Credit, PackedOffer
 from kvxfer.errors import BackendError, KvxferError
 from kvxfer.formats import HEADER_BYTES, ChunkHeader, checksum
 from kvxfer.kernels import PreparedPackedPlan
 from kvxfer.plan import Chunk
-from kvxfer.progress import MoverPool, ProgressThread
 from kvxfer.remote import Peer
-from kvxfer.staging import Loan, StagingRing
+from kvxfer.staging import Loan
+from kvxfer.transfer import Transfer
+
+if TYPE_CHECKING:
+    from kvxfer.node import Node
 
 SLOTS = 8  # chunks in flight that a transfer asks for
-CHUNK_BYTES = 4 << 20  # measured between two processes: smaller ones pay for messages, larger ones leave the caches
-UNIT_BYTES = 256 << 10  # granularity of staging
 
 
-def borrow(
-    ring: StagingRing, stages: Sequence[PreparedPackedPlan], chunk_bytes: int, granted: Callable[[Loan], None]
-) -> object:
+def borrow(node: Node, stages: Sequence[PreparedPackedPlan], granted: Callable[[Loan], None]) -> object:
     """Ask for the staging that a receiving side needs: as many chunks as pay, and no more than there are bytes.
 
-    `granted` and errors as in `StagingRing.borrow`.
+    `granted` is called on the progress thread. Returns and raises as `StagingRing.borrow`.
     """
     total = sum(plan.plan.wire_bytes for plan in stages)
     largest = max((plan.plan.largest_segment_bytes for plan in stages), default=0)
-    slot_bytes = HEADER_BYTES + max(largest, min(chunk_bytes - HEADER_BYTES, total))
-    return ring.borrow(slot_bytes, min(SLOTS, -(-total // slot_bytes) + 1), granted)
+    slot_bytes = HEADER_BYTES + max(largest, min(node.limits.chunk_bytes - HEADER_BYTES, total))
+    slots = min(SLOTS, -(-total // slot_bytes) + 1)
+    return node.staging.borrow(slot_bytes, slots, lambda loan: node.progress.post(lambda: granted(loan)))
+
+
+def offer(node: Node, loan: Loan, wire: str) -> PackedOffer:
+    """What the sending side is told of a loan."""
+    return PackedOffer(
+        staging=node.staging_handles,
+        offset=loan.offset,
+        slot_bytes=loan.slot_bytes,
+        slots=loan.slots,
+        wire=wire,
+        checksums=node.checksums,
+    )
 
 
 class PackedSource:
@@ -50,19 +62,17 @@ class PackedSource:
 
     def __init__(
         self,
-        *,
-        progress: ProgressThread,
-        pool: MoverPool,
+        node: Node,
         peer: Peer,
         transfer: int,
         stages: Sequence[PreparedPackedPlan],
         src_bases: np.ndarray,
-        staging: RemoteRegion,
         offer: PackedOffer,
-        threads: int,
-        check_finite: bool,
+        *,
         written: Callable[[KvxferError | None], None],
     ) -> None:
+        """Raises BackendError for staging that cannot be reached, or is too small."""
+        staging = peer.open_region(offer.staging)
         if staging.mapped_address is None:
             raise BackendError("the peer's staging has no address here; this backend cannot pack into it")
         needed = HEADER_BYTES + max((plan.plan.largest_segment_bytes for plan in stages), default=0)
@@ -70,13 +80,10 @@ class PackedSource:
             raise BackendError(f"the peer lends {offer.slots} slots of {offer.slot_bytes} bytes; {needed} are needed")
         if offer.offset + offer.slots * offer.slot_bytes > staging.nbytes:
             raise BackendError(f"the peer lends staging beyond its {staging.nbytes} bytes")
-        self._progress, self._pool, self._peer = progress, pool, peer
-        self._transfer = transfer
+        self._node, self._peer, self._transfer = node, peer, transfer
         self._stages = stages
         self._src_bases = src_bases
         self._staging, self._offer = staging, offer
-        self._threads = threads
-        self._check_finite = check_finite
         self._written: Callable[[KvxferError | None], None] | None = written
         self._free = collections.deque(range(offer.slots))
         self._lent: set[int] = set()  # slots that hold a chunk the peer has not given back
@@ -125,7 +132,7 @@ class PackedSource:
                 self._pack(stage, index, chunk, address)
             except KvxferError as failure:
                 error = failure
-            self._progress.post(lambda: gathered(error))
+            self._node.progress.post(lambda: gathered(error))
 
         def gathered(error: KvxferError | None) -> None:
             self._gathering -= 1
@@ -136,12 +143,12 @@ class PackedSource:
                 self._peer.session.send(ChunkMessage(transfer=self._transfer, stage=stage, index=index, slot=slot))
             self._advance()
 
-        self._pool.submit(gather)
+        self._node.pool.submit(gather)
 
     def _pack(self, stage: int, index: int, chunk: Chunk, address: int) -> None:
         """A header and a chunk into a slot. Mover thread."""
-        prepared, payload = self._stages[stage], address + HEADER_BYTES
-        prepared.pack(chunk, self._src_bases, payload, threads=self._threads, check=self._check_finite)
+        prepared, payload, threads = self._stages[stage], address + HEADER_BYTES, self._node.limits.copy_threads
+        prepared.pack(chunk, self._src_bases, payload, threads=threads, check=self._node.check_finite)
         crc = checksum(_view(payload, chunk.wire_bytes)) if self._offer.checksums else None
         ctypes.memmove(address, prepared.plan.header(index, chunk, crc).encode(), HEADER_BYTES)
 
@@ -149,36 +156,27 @@ class PackedSource:
 class PackedSink:
     """The side that scatters. `complete` is called once, on the progress thread, when every chunk is in place.
 
-    `hold` and `drop` bracket every write, so that the transfer knows when nobody writes; `fail` hears of a chunk that
-    cannot be unpacked, `advance` of bytes in place.
+    `transfer` is held while a chunk is being scattered, and aborted when one cannot be. `dropped` is called after each.
     """
 
     def __init__(
         self,
-        *,
-        progress: ProgressThread,
-        pool: MoverPool,
+        node: Node,
         peer: Peer,
-        transfer: int,
+        transfer_id: int,
+        transfer: Transfer,
         stages: Sequence[PreparedPackedPlan],
         dst_bases: np.ndarray,
-        staging_address: int,
         loan: Loan,
-        threads: int,
-        hold: Callable[[], bool],
-        drop: Callable[[], None],
+        *,
+        dropped: Callable[[], None],
         complete: Callable[[], None],
-        fail: Callable[[KvxferError], None],
-        advance: Callable[[int], None],
     ) -> None:
-        self._progress, self._pool, self._peer = progress, pool, peer
-        self._transfer = transfer
-        self._advance = advance
+        self._node, self._peer, self._id, self._transfer = node, peer, transfer_id, transfer
         self._stages = stages
         self._dst_bases = dst_bases
-        self._address, self._loan = staging_address + loan.offset, loan
-        self._threads = threads
-        self._hold, self._drop, self._complete, self._fail = hold, drop, complete, fail
+        self._address, self._loan = node.staging.memory.address + loan.offset, loan
+        self._dropped, self._complete = dropped, complete
         self._expected = {
             (stage, index): chunk
             for stage, plan in enumerate(stages)
@@ -199,7 +197,7 @@ class PackedSink:
         chunk = self._expected.pop((message.stage, message.index), None)
         if chunk is None:
             raise BackendError(f"the peer sent chunk {message.index} of stage {message.stage}, which is not awaited")
-        if not self._hold():
+        if not self._transfer.hold():
             return
         self._busy_slots.add(message.slot)
         address = self._address + message.slot * self._loan.slot_bytes
@@ -210,29 +208,29 @@ class PackedSink:
                 self._unpack(message.stage, message.index, chunk, address)
             except KvxferError as failure:
                 error = failure
-            self._progress.post(lambda: scattered(error))
+            self._node.progress.post(lambda: scattered(error))
 
         def scattered(error: KvxferError | None) -> None:
             self._busy_slots.discard(message.slot)
             if error is not None:
-                self._fail(error)
-                self._drop()
-                return
-            self._advance(chunk.wire_bytes)
-            self._left -= 1
-            self._peer.session.send(Credit(transfer=self._transfer, slot=message.slot))
-            if not self._left:
-                self._complete()
-            self._drop()
+                self._transfer.abort(error)
+            else:
+                self._transfer.advance(chunk.wire_bytes)
+                self._left -= 1
+                self._peer.session.send(Credit(transfer=self._id, slot=message.slot))
+                if not self._left:
+                    self._complete()
+            self._transfer.drop()
+            self._dropped()
 
-        self._pool.submit(scatter)
+        self._node.pool.submit(scatter)
 
     def _unpack(self, stage: int, index: int, chunk: Chunk, address: int) -> None:
         """A slot's chunk into the blocks, if its header is the one that this end expects. Mover thread."""
         prepared, payload = self._stages[stage], address + HEADER_BYTES
         header = ChunkHeader.decode(ctypes.string_at(address, HEADER_BYTES))
         header.check(_view(payload, chunk.wire_bytes), expected=prepared.plan.header(index, chunk))
-        prepared.unpack(chunk, payload, self._dst_bases, threads=self._threads)
+        prepared.unpack(chunk, payload, self._dst_bases, threads=self._node.limits.copy_threads)
 
 
 def _view(address: int, nbytes: int) -> memoryview:

@@ -3,13 +3,12 @@
 The sender claims the reservation, writes after it was granted, and says when it has ended. Until then, or until its
 process is known to be dead, the reserved blocks belong to it: a cancelled or expired reservation drains first.
 
-Imports node, moves, packed, plan, remote, fetch (for the fingerprint check).
+Imports node, match, moves, packed, plan, remote. The other end is reserve.py.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,13 +16,11 @@ import numpy as np
 from kvxfer import moves
 from kvxfer.backends.base import Direction
 from kvxfer.control.messages import (
-    Chunk,
     Claim,
     Credit,
     Ended,
     Grant,
     Message,
-    PackedOffer,
     Received,
     Refused,
     Stop,
@@ -33,24 +30,21 @@ from kvxfer.errors import (
     BackendError,
     Cancelled,
     InvalidRequest,
-    InvalidTicket,
     KvxferError,
     PeerGone,
     UnknownCache,
     rebuild,
 )
-from kvxfer.fetch import ANNOUNCEMENT_S, best_way, check_fingerprints, copies_of
-from kvxfer.formats import PackedJoin, join_packed
-from kvxfer.formats.plan import Blocks
+from kvxfer.fetch import ANNOUNCEMENT_S
+from kvxfer.formats import join_packed
 from kvxfer.kernels import PreparedPackedPlan, PreparedPlan
-from kvxfer.layout import CacheLayout
+from kvxfer.match import best_way, check_fingerprints, copies_of, packed_stages
 from kvxfer.node import Node, new_transfer_id
-from kvxfer.packed import PackedSink, PackedSource, borrow
+from kvxfer.packed import PackedSource
 from kvxfer.plan import check_blocks
 from kvxfer.remote import Peer, RemoteCache
-from kvxfer.staging import Loan
 from kvxfer.ticket import Ticket
-from kvxfer.transfer import Transfer, TransferState
+from kvxfer.transfer import Transfer
 
 if TYPE_CHECKING:
     from kvxfer.cache import Cache
@@ -82,7 +76,7 @@ class Send(Transfer):
         self._node, self._cache = node, cache
         self._ticket, self._src_lists = ticket, src_lists
         self._layerwise, self._wire = layerwise, wire
-        self._layers = layer_names(cache.layout)
+        self._layers = cache.layout.layers
         self._ready: set[int] = set() if layerwise else {0}
         self._stages: list[PreparedPlan] | list[PreparedPackedPlan] = []
         self._stages_left = 0
@@ -113,18 +107,9 @@ class Send(Transfer):
     def start(self) -> None:
         """Queue the first attempt. Any thread."""
         self.arm()
-        self.runs_as(self._node.pool.submit(self._run))
+        self.runs_as(self._node.pool.submit(lambda: self.attempt(self._attempt)))
 
     # --- finding the reservation (mover thread) -------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            self._attempt()
-        except KvxferError as error:
-            self.abort(error)
-        except Exception as error:
-            _log.exception("a send failed unexpectedly")
-            self.abort(BackendError(f"unexpected {type(error).__name__}: {error}"))
 
     def _attempt(self) -> None:
         if self.done() or self.stopping:
@@ -250,18 +235,13 @@ class Send(Transfer):
         if self.stats.way == "packed":
             if grant.offer is None:
                 raise BackendError(f"{self._peer.identity.name} lends no staging for a packed transfer")
-            staging = self._peer.open_region(grant.offer.staging)
             self._source = PackedSource(
-                progress=self._node.progress,
-                pool=self._node.pool,
-                peer=self._peer,
-                transfer=self._id,
-                stages=self._stages,
-                src_bases=self._cache.bases,
-                staging=staging,
-                offer=grant.offer,
-                threads=self._node.limits.copy_threads,
-                check_finite=self._node.check_finite,
+                self._node,
+                self._peer,
+                self._id,
+                self._stages,
+                self._cache.bases,
+                grant.offer,
                 written=self._packed_written,
             )
             if not self.hold():
@@ -326,215 +306,3 @@ class Send(Transfer):
             self._said_end = True
             name, reason = (type(error).__name__, str(error)) if error else ("", "")
             self._peer.session.send(Ended(transfer=self._id, error=name, reason=reason))
-
-
-def packed_stages(
-    joined: PackedJoin,
-    src_blocks: Blocks,
-    dst_blocks: Blocks,
-    tokens: int,
-    layers: Sequence[str | None],
-) -> list[PreparedPackedPlan]:
-    """One packed plan for everything (layers is ``(None,)``), or one a layer; of one side only counts are needed."""
-    return [PreparedPackedPlan(joined.plan(src_blocks, dst_blocks, tokens=tokens, layer=layer)) for layer in layers]
-
-
-class Reservation(Transfer):
-    """Blocks that a sender may fill. Made by `Cache.reserve`.
-
-    It is a transfer: `done()` means that the blocks are the engine's again, filled if `result()` does not raise. A
-    reservation that was cancelled, or ran out of time, ends only when its sender has said that it writes no more, or
-    its process is known to be dead.
-    """
-
-    def __init__(self, node: Node, cache: Cache, ticket: Ticket, dst_lists: dict[str, np.ndarray]) -> None:
-        super().__init__(node.progress, timeout_s=ticket.ttl_s, what=f"reservation of request {ticket.request_id!r}")
-        self.ticket = ticket
-        self.cache = cache
-        self.claimed = False
-        self._node, self._lists = node, dst_lists
-        self.waits_for("a sender")
-
-    def claim(self, peer: Peer, message: Claim) -> None:
-        """A sender asks for the right to write. Progress thread. Raises what it is refused for."""
-        if self.claimed or self.state is not TransferState.POSTED:
-            raise InvalidTicket(f"the reservation of request {self.ticket.request_id!r} was claimed before")
-        remote = peer.caches.get(message.from_cache)
-        if remote is None:
-            raise InvalidTicket(f"{peer.identity.name} has no cache {message.from_cache!r}")
-        check_fingerprints(self.cache, remote, self.ticket)
-        if message.way not in ("mapped", "direct", "packed"):
-            raise InvalidRequest(f"unknown way {message.way!r}")
-        self.claimed = True
-        receive = _Receive(self, self._node, self.cache, peer, message)
-        peer.conversations[message.transfer] = receive
-        try:
-            receive.grant(remote, self._lists)
-        except KvxferError:
-            self.claimed = False
-            del peer.conversations[message.transfer]
-            raise
-
-
-class _Receive:
-    """A granted reservation: the sender's conversation on the receiving side. Progress thread only."""
-
-    def __init__(self, reservation: Reservation, node: Node, cache: Cache, peer: Peer, claim: Claim) -> None:
-        self._reservation, self._node, self._cache, self._peer = reservation, node, cache, peer
-        self._claim = claim
-        self._id = claim.transfer
-        self._sink: PackedSink | None = None
-        self._loan: Loan | None = None
-        self._line: object = None
-        self._writing = False  # the sender may be writing: it counts as a writer of the reservation
-        self._written = self._complete = False
-        reservation.on_stop(lambda: node.progress.post(self._stop))
-
-    def grant(self, remote: RemoteCache, dst_lists: dict[str, np.ndarray]) -> None:
-        """Give the right to write, with staging where the bytes come packed. Raises what it is refused for."""
-        claim, ticket = self._claim, self._reservation.ticket
-        self._reservation.waits_for(f"the bytes from {self._peer.identity.name}")
-        if claim.way != "packed":
-            self._complete = True
-            self._count(claim.way, 0, 0)
-            self._begin(None)
-            return
-        counts = counts_of(remote, claim.blocks, ticket.tokens)
-        joined = join_packed([remote.layout], self._cache.layout, claim.wire)[0]
-        layers = layer_names(remote.layout) if claim.layerwise else (None,)
-        stages = packed_stages(joined, counts, dst_lists, ticket.tokens, layers)
-        self._complete = not any(stage.plan.wire_bytes for stage in stages)
-        self._count("packed", sum(s.plan.nbytes for s in stages), sum(s.plan.wire_bytes for s in stages))
-        self._line = borrow(
-            self._node.staging,
-            stages,
-            self._node.limits.chunk_bytes,
-            lambda loan: self._node.progress.post(lambda: self._lend(stages, loan)),
-        )
-
-    def _count(self, way: str, nbytes: int, wire_bytes: int) -> None:
-        self._reservation.count(
-            backend=self._peer.backend,
-            way=way,
-            wire=self._claim.wire,
-            bytes=nbytes,
-            wire_bytes=wire_bytes,
-            peers=1,
-            conversation=True,
-        )
-
-    def _lend(self, stages: list[PreparedPackedPlan], loan: Loan) -> None:
-        if self._reservation.done() or self._reservation.stopping:
-            self._node.staging.give_back(loan)
-            return
-        self._loan = loan
-        self._sink = PackedSink(
-            progress=self._node.progress,
-            pool=self._node.pool,
-            peer=self._peer,
-            transfer=self._id,
-            stages=stages,
-            dst_bases=self._cache.bases,
-            staging_address=self._node.staging.memory.address,
-            loan=loan,
-            threads=self._node.limits.copy_threads,
-            hold=self._reservation.hold,
-            drop=self._dropped,
-            complete=self._completed,
-            fail=self._reservation.abort,
-            advance=self._reservation.advance,
-        )
-        self._begin(
-            PackedOffer(
-                staging=self._node.staging_handles,
-                offset=loan.offset,
-                slot_bytes=loan.slot_bytes,
-                slots=loan.slots,
-                wire=self._claim.wire,
-                checksums=self._node.checksums,
-            )
-        )
-
-    def _begin(self, offer: PackedOffer | None) -> None:
-        if self._reservation.begin() and self._reservation.hold():
-            self._writing = True
-            self._peer.session.send(Grant(transfer=self._id, offer=offer))
-
-    def handle(self, message: Message) -> None:
-        """A message of the sender."""
-        try:
-            if isinstance(message, Chunk) and self._sink is not None:
-                self._sink.take(message)
-            elif isinstance(message, Ended):
-                self._ended(message)
-        except KvxferError as error:
-            self._reservation.abort(error)
-
-    def peer_gone(self, reason: PeerGone) -> None:
-        """The session has ended: the blocks stay reserved until the sender is known to write no more."""
-        if self._written:
-            return
-        self._reservation.abort(reason)
-        self._node.when_dead(self._peer, self._sender_stopped)
-
-    def _ended(self, message: Ended) -> None:
-        if message.error:
-            self._reservation.abort(rebuild(message.error, message.reason))
-        elif not self._reservation.stopping:
-            self._written = True
-            self._finish()
-            return
-        self._sender_stopped()
-
-    def _completed(self) -> None:
-        self._complete = True
-        self._finish()
-
-    def _finish(self) -> None:
-        if self._written and self._complete and self._reservation.succeed():
-            self._peer.session.send(Received(transfer=self._id))
-            self._sender_stopped()
-        elif self._written and self._reservation.stopping:
-            self._sender_stopped()
-
-    def _stop(self) -> None:
-        """The reservation was aborted."""
-        if self._writing and not self._written:
-            self._peer.session.send(Stop(transfer=self._id))
-            return
-        if self._line is not None and self._loan is None:
-            self._node.staging.forget(self._line)
-        error = self._reservation.error
-        self._peer.session.send(Refused(transfer=self._id, error=type(error).__name__, reason=str(error)))
-        self._sender_stopped()
-
-    def _sender_stopped(self) -> None:
-        """The sender writes no more: drop its hold, and return the staging once nothing is being scattered."""
-        self._peer.conversations.pop(self._id, None)
-        if self._writing:
-            self._writing = False
-            self._reservation.drop()
-        self._give_back()
-
-    def _dropped(self) -> None:
-        self._reservation.drop()
-        if not self._writing:
-            self._give_back()
-
-    def _give_back(self) -> None:
-        if self._loan is not None and not self._sink.busy:
-            loan, self._loan = self._loan, None
-            self._node.staging.give_back(loan)
-
-
-def layer_names(layout: CacheLayout) -> tuple[str, ...]:
-    """The layout's layers in slice order."""
-    return tuple(dict.fromkeys(layer for group in layout.groups for layer in group.layers))
-
-
-def counts_of(remote: RemoteCache, counts: Mapping[str, int], tokens: int) -> dict[str, int]:
-    """A peer's block counts, checked: its ids are not needed. Raises InvalidRequest."""
-    for group in remote.layout.groups:
-        if not 0 <= counts.get(group.name, 0) <= group.blocks_for(tokens):
-            raise InvalidRequest(f"group {group.name!r}: {counts[group.name]} blocks for {tokens} tokens cannot be")
-    return {group.name: counts.get(group.name, 0) for group in remote.layout.groups}

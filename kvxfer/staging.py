@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from kvxfer.backends.base import Registration
 from kvxfer.errors import BufferTooSmall
 
+CHUNK_BYTES = 4 << 20  # measured between two processes: smaller ones pay for messages, larger ones leave the caches
+UNIT_BYTES = 256 << 10  # granularity of loans
+
 
 @dataclass(frozen=True, kw_only=True)
 class Loan:
@@ -35,7 +38,7 @@ class Loan:
 class StagingRing:
     """Staging memory in one registered piece."""
 
-    def __init__(self, memory: Registration, unit_bytes: int) -> None:
+    def __init__(self, memory: Registration, unit_bytes: int = UNIT_BYTES) -> None:
         """`unit_bytes` is the granularity of loans; the memory's size is a multiple of it."""
         self.memory = memory
         self.nbytes = memory.nbytes

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import logging
 import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvxfer.errors import Cancelled, Closed, DeadlineExceeded, InvalidRequest, KvxferError
+from kvxfer.errors import BackendError, Cancelled, Closed, DeadlineExceeded, InvalidRequest, KvxferError
 from kvxfer.progress import Job, ProgressThread
+
+_log = logging.getLogger(__name__)
 
 _DRAIN_S = 1.0  # how long wait() stays beyond a transfer's deadline while a writer has not stopped
 
@@ -236,6 +239,16 @@ class Transfer:
     def on_end(self, call: Callable[[], None]) -> None:
         """What to call, once, on the thread that ends the transfer. Only before it is under way."""
         self._endings.append(call)
+
+    def attempt(self, call: Callable[[], None]) -> None:
+        """Run a step of the transfer; what it raises ends the transfer."""
+        try:
+            call()
+        except KvxferError as error:
+            self.abort(error)
+        except Exception as error:  # a bug, but whoever waits must learn of it
+            _log.exception("unexpected error in %r", self)
+            self.abort(BackendError(f"unexpected {type(error).__name__}: {error}"))
 
     def runs_as(self, job: Job | None) -> None:
         """The job that a waiting thread may run itself."""

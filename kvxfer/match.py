@@ -1,0 +1,65 @@
+"""How a cache of this process and a cache of a peer fit together: fingerprints, the way to take, the plans.
+
+Imports formats, plan, kernels, remote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvxfer.errors import FingerprintMismatch, NoCommonBackend
+from kvxfer.formats import PackedJoin, PackedPlan
+from kvxfer.formats.plan import Blocks
+from kvxfer.kernels import PreparedPackedPlan
+from kvxfer.layout import fingerprint_differences
+from kvxfer.node import Node
+from kvxfer.plan import TransferPlan
+from kvxfer.remote import RemoteCache
+from kvxfer.ticket import Ticket, fingerprint_digest
+
+if TYPE_CHECKING:
+    from kvxfer.cache import Cache
+
+
+def check_fingerprints(cache: Cache, remote: RemoteCache, ticket: Ticket) -> None:
+    """FingerprintMismatch unless both layouts and the ticket mean the same by KV."""
+    differences = fingerprint_differences(cache.layout.fingerprint, remote.layout.fingerprint)
+    if differences:
+        lines = "".join(f"\n  - {line}" for line in differences)
+        raise FingerprintMismatch(f"the caches do not mean the same by KV:{lines}")
+    if fingerprint_digest(remote.layout.fingerprint) != ticket.fingerprint:
+        raise FingerprintMismatch(f"the ticket of request {ticket.request_id!r} was signed for another fingerprint")
+
+
+def best_way(remote: RemoteCache, joined: PackedJoin, node: Node) -> str:
+    """The best way that this side allows; what is converted or compressed always goes packed.
+
+    Raises NoCommonBackend.
+    """
+    if joined.plain is not None:
+        return remote.best_way(node.ways)
+    if "packed" in node.ways:
+        return remote.best_way(("packed",))
+    raise NoCommonBackend(
+        f"wire format {str(joined.wire)!r} between these caches has to be packed and unpacked, and this connector "
+        f"allows only {', '.join(node.ways)}: add 'packed' to its ways"
+    )
+
+
+def copies_of(plan: TransferPlan | PackedPlan) -> int:
+    """Rows x segments."""
+    if isinstance(plan, PackedPlan):
+        return plan.raw.copies if plan.raw is not None else sum(len(part.rows) * len(part) for part in plan.parts)
+    return plan.copies
+
+
+def packed_stages(
+    joined: PackedJoin,
+    src_blocks: Blocks,
+    dst_blocks: Blocks,
+    tokens: int,
+    layers: Sequence[str | None],
+) -> list[PreparedPackedPlan]:
+    """One packed plan for everything (layers is ``(None,)``), or one a layer; of one side only counts are needed."""
+    return [PreparedPackedPlan(joined.plan(src_blocks, dst_blocks, tokens=tokens, layer=layer)) for layer in layers]

@@ -1,0 +1,183 @@
+"""The packed way of a fetch, both ends: decode asks for chunks into staging that it lends, prefill packs them.
+
+This is the one part of a fetch in which the publisher's Python takes part. Progress thread only.
+
+Imports packed, match, node and the messages.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvxfer.control.messages import Chunk, Credit, Ended, Message, Pull, Refused, Stop
+from kvxfer.errors import Cancelled, InvalidRequest, InvalidTicket, KvxferError, PeerGone, rebuild
+from kvxfer.formats import PackedJoin, join_packed
+from kvxfer.kernels import PreparedPackedPlan
+from kvxfer.lease import Lease
+from kvxfer.node import Node, new_transfer_id
+from kvxfer.packed import PackedSink, PackedSource, borrow, offer
+from kvxfer.remote import Peer, RemoteCache, remember
+from kvxfer.staging import Loan
+from kvxfer.ticket import Ticket
+
+if TYPE_CHECKING:
+    from kvxfer.cache import Cache
+    from kvxfer.fetch import Fetch, Leg
+
+_MAX_JOINS = 64  # of one peer
+
+
+class PullLeg:
+    """One packed leg: asks the publisher to pack, scatters what comes. Progress thread only."""
+
+    def __init__(self, fetch: Fetch, node: Node, leg: Leg, ticket: Ticket, cache: Cache) -> None:
+        self._fetch, self._node, self._leg = fetch, node, leg
+        self._ticket, self._cache = ticket, cache
+        self._id = new_transfer_id()
+        self._peer = leg.source.peer
+        self._loan: Loan | None = None
+        self._sink: PackedSink | None = None
+        self._line: object = None
+        self._asked = self._writer_ended = False
+
+    def start(self) -> None:
+        """Stand in line for staging."""
+        self._fetch.waits_for("staging buffers")
+        try:
+            self._line = borrow(self._node, [self._leg.plan], self._pull)
+        except KvxferError as error:
+            self._fetch.abort(error)
+
+    def _pull(self, loan: Loan) -> None:
+        if self._fetch.done() or self._fetch.stopping:
+            self._node.staging.give_back(loan)
+            return
+        if not self._peer.session.open:  # it ended while this fetch stood in line, and told its conversations then
+            self._node.staging.give_back(loan)
+            self._fetch.abort(PeerGone(f"{self._peer.identity.name} went away"))
+            return
+        self._loan = loan
+        self._sink = PackedSink(
+            self._node,
+            self._peer,
+            self._id,
+            self._fetch,
+            [self._leg.plan],
+            self._cache.bases,
+            loan,
+            dropped=self._give_back,
+            complete=self._fetch.leg_moved,
+        )
+        self._peer.conversations[self._id] = self
+        self._asked = True
+        self._fetch.waits_for(f"chunks from {self._peer.identity.name}")
+        together = self._leg.source.together
+        if together is not None and together.key not in self._peer.told_sources:
+            self._peer.told_sources.add(together.key)
+            self._peer.session.send(together)
+        self._peer.session.send(
+            Pull(
+                transfer=self._id,
+                slot=self._ticket.slot,
+                lease=self._ticket.lease,
+                cache=self._ticket.cache,
+                into_cache=self._cache.name,
+                blocks=self._fetch.block_counts(),
+                sources=0 if together is None else together.key,
+                offer=offer(self._node, loan, self._fetch.wire),
+            )
+        )
+
+    def handle(self, message: Message) -> None:
+        try:
+            if isinstance(message, Chunk):
+                self._sink.take(message)
+            elif isinstance(message, Ended):
+                self._writer_ended = True
+                if message.error:
+                    self._fetch.abort(rebuild(message.error, message.reason))
+                self._give_back()
+            elif isinstance(message, Refused):
+                self._writer_ended = True
+                self._fetch.abort(rebuild(message.error, message.reason))
+                self._give_back()
+        except KvxferError as error:
+            self._fetch.abort(error)
+
+    def peer_gone(self, reason: PeerGone) -> None:
+        self._fetch.abort(reason)
+        self._node.when_dead(self._peer, self._writer_is_dead)
+
+    def stop(self) -> None:
+        """The fetch was aborted: have the publisher stop writing into the staging."""
+        if self._asked and not self._writer_ended:
+            self._peer.session.send(Stop(transfer=self._id))
+        elif self._line is not None and not self._asked:
+            self._node.staging.forget(self._line)
+
+    def _writer_is_dead(self) -> None:
+        self._writer_ended = True
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Return the staging once the publisher writes no more and no chunk is being scattered."""
+        if self._loan is not None and self._writer_ended and not self._sink.busy:
+            self._peer.conversations.pop(self._id, None)
+            loan, self._loan = self._loan, None
+            self._node.staging.give_back(loan)
+
+
+class Serve:
+    """A pull being served: the publisher's side of a packed leg. Progress thread only."""
+
+    def __init__(self, node: Node, cache: Cache, lease: Lease, peer: Peer, pull: Pull) -> None:
+        """Raises what the peer is refused for."""
+        remote = peer.caches.get(pull.into_cache)
+        if remote is None:
+            raise InvalidTicket(f"{peer.identity.name} has no cache {pull.into_cache!r}")
+        joined = _join_for(peer, cache, pull, remote)
+        plan = PreparedPackedPlan(joined.plan(lease.lists, pull.blocks, tokens=lease.ticket.tokens))
+        self._peer, self._pull = peer, pull
+        self._source = PackedSource(node, peer, pull.transfer, [plan], cache.bases, pull.offer, written=self._written)
+
+    def start(self) -> None:
+        """Begin to pack."""
+        self._peer.conversations[self._pull.transfer] = self
+        self._source.queue_stage(0)
+
+    def handle(self, message: Message) -> None:
+        try:
+            if isinstance(message, Credit):
+                self._source.credit(message.slot)
+            elif isinstance(message, Stop):
+                self._source.stop(Cancelled("the fetching side stopped"))
+        except KvxferError as error:
+            self._source.stop(error)
+
+    def peer_gone(self, reason: PeerGone) -> None:
+        self._source.stop(reason)
+
+    def _written(self, error: KvxferError | None) -> None:
+        name, reason = (type(error).__name__, str(error)) if error else ("", "")
+        self._peer.session.send(Ended(transfer=self._pull.transfer, error=name, reason=reason))
+        self._peer.conversations.pop(self._pull.transfer, None)
+
+
+def _join_for(peer: Peer, cache: Cache, pull: Pull, remote: RemoteCache) -> PackedJoin:
+    """This rank's part of the peer's cache, kept with the peer. Raises what the peer is refused for."""
+    key = (cache.name, pull.into_cache, pull.sources, pull.offer.wire)
+    if key not in peer.joins:
+        layouts, index, first = (cache.layout,), 0, 0
+        if pull.sources:
+            told = peer.sources.get(pull.sources)
+            if told is None or not 0 <= told.index < len(told.layouts):
+                raise InvalidRequest("the pull names sources that were not told, or make no sense")
+            layouts, index, first = told.layouts, told.index, told.first
+            if layouts[index] != cache.layout.unbound():
+                raise InvalidRequest(f"layout {index} of the sources is not that of cache {cache.name!r}")
+        joins = join_packed(layouts, remote.layout, pull.offer.wire, first=first)
+        found = [joined for joined in joins if joined.source == index]
+        if not found:
+            raise InvalidRequest(f"cache {cache.name!r} has no part in what the peer asks for")
+        remember(peer.joins, key, found[0], limit=_MAX_JOINS)
+    return peer.joins[key]

@@ -1,0 +1,195 @@
+"""Reservations: blocks that decode lends to a sender, and gets back only when nobody writes into them any more.
+
+A cancelled or expired reservation stays in the state CANCELLING until its sender has said that it stopped, or its
+process is known to be dead. Progress thread, but for what `Reservation` inherits from `Transfer`.
+
+Imports packed, match, node and the messages.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvxfer.control.messages import Chunk, Claim, Ended, Grant, Message, PackedOffer, Received, Refused, Stop
+from kvxfer.errors import InvalidRequest, InvalidTicket, KvxferError, PeerGone, rebuild
+from kvxfer.formats import join_packed
+from kvxfer.kernels import PreparedPackedPlan
+from kvxfer.match import check_fingerprints, packed_stages
+from kvxfer.node import Node
+from kvxfer.packed import PackedSink, borrow, offer
+from kvxfer.remote import Peer, RemoteCache
+from kvxfer.staging import Loan
+from kvxfer.ticket import Ticket
+from kvxfer.transfer import Transfer, TransferState
+
+if TYPE_CHECKING:
+    from kvxfer.cache import Cache
+
+
+class Reservation(Transfer):
+    """Blocks that a sender may fill. Made by `Cache.reserve`.
+
+    It is a transfer: `done()` means that the blocks are the engine's again, filled if `result()` does not raise. A
+    reservation that was cancelled, or ran out of time, ends only when its sender has said that it writes no more, or
+    its process is known to be dead.
+    """
+
+    def __init__(self, node: Node, cache: Cache, ticket: Ticket, dst_lists: dict[str, np.ndarray]) -> None:
+        super().__init__(node.progress, timeout_s=ticket.ttl_s, what=f"reservation of request {ticket.request_id!r}")
+        self.ticket = ticket
+        self.cache = cache
+        self.claimed = False
+        self._node, self._lists = node, dst_lists
+        self.waits_for("a sender")
+
+    def claim(self, peer: Peer, message: Claim) -> None:
+        """A sender asks for the right to write. Progress thread. Raises what it is refused for."""
+        if self.claimed or self.state is not TransferState.POSTED:
+            raise InvalidTicket(f"the reservation of request {self.ticket.request_id!r} was claimed before")
+        remote = peer.caches.get(message.from_cache)
+        if remote is None:
+            raise InvalidTicket(f"{peer.identity.name} has no cache {message.from_cache!r}")
+        check_fingerprints(self.cache, remote, self.ticket)
+        if message.way not in ("mapped", "direct", "packed"):
+            raise InvalidRequest(f"unknown way {message.way!r}")
+        self.claimed = True
+        receive = Receive(self, self._node, self.cache, peer, message)
+        peer.conversations[message.transfer] = receive
+        try:
+            receive.grant(remote, self._lists)
+        except KvxferError:
+            self.claimed = False
+            del peer.conversations[message.transfer]
+            raise
+
+
+class Receive:
+    """A granted reservation: the sender's conversation on the receiving side. Progress thread only."""
+
+    def __init__(self, reservation: Reservation, node: Node, cache: Cache, peer: Peer, claim: Claim) -> None:
+        self._reservation, self._node, self._cache, self._peer = reservation, node, cache, peer
+        self._claim = claim
+        self._id = claim.transfer
+        self._sink: PackedSink | None = None
+        self._loan: Loan | None = None
+        self._line: object = None
+        self._writing = False  # the sender may be writing: it counts as a writer of the reservation
+        self._written = self._complete = False
+        reservation.on_stop(lambda: node.progress.post(self._stop))
+
+    def grant(self, remote: RemoteCache, dst_lists: dict[str, np.ndarray]) -> None:
+        """Give the right to write, with staging where the bytes come packed. Raises what it is refused for."""
+        claim, ticket = self._claim, self._reservation.ticket
+        self._reservation.waits_for(f"the bytes from {self._peer.identity.name}")
+        if claim.way != "packed":
+            self._complete = True
+            self._count(claim.way, 0, 0)
+            self._begin(None)
+            return
+        joined = join_packed([remote.layout], self._cache.layout, claim.wire)[0]
+        layers = remote.layout.layers if claim.layerwise else (None,)
+        stages = packed_stages(joined, claim.blocks, dst_lists, ticket.tokens, layers)
+        self._complete = not any(stage.plan.wire_bytes for stage in stages)
+        self._count("packed", sum(s.plan.nbytes for s in stages), sum(s.plan.wire_bytes for s in stages))
+        self._line = borrow(self._node, stages, lambda loan: self._lend(stages, loan))
+
+    def _count(self, way: str, nbytes: int, wire_bytes: int) -> None:
+        self._reservation.count(
+            backend=self._peer.backend,
+            way=way,
+            wire=self._claim.wire,
+            bytes=nbytes,
+            wire_bytes=wire_bytes,
+            peers=1,
+            conversation=True,
+        )
+
+    def _lend(self, stages: list[PreparedPackedPlan], loan: Loan) -> None:
+        if self._reservation.done() or self._reservation.stopping:
+            self._node.staging.give_back(loan)
+            return
+        self._loan = loan
+        self._sink = PackedSink(
+            self._node,
+            self._peer,
+            self._id,
+            self._reservation,
+            stages,
+            self._cache.bases,
+            loan,
+            dropped=self._scattered,
+            complete=self._completed,
+        )
+        self._begin(offer(self._node, loan, self._claim.wire))
+
+    def _begin(self, offer: PackedOffer | None) -> None:
+        if self._reservation.begin() and self._reservation.hold():
+            self._writing = True
+            self._peer.session.send(Grant(transfer=self._id, offer=offer))
+
+    def handle(self, message: Message) -> None:
+        """A message of the sender."""
+        try:
+            if isinstance(message, Chunk) and self._sink is not None:
+                self._sink.take(message)
+            elif isinstance(message, Ended):
+                self._ended(message)
+        except KvxferError as error:
+            self._reservation.abort(error)
+
+    def peer_gone(self, reason: PeerGone) -> None:
+        """The session has ended: the blocks stay reserved until the sender is known to write no more."""
+        if self._written:
+            return
+        self._reservation.abort(reason)
+        self._node.when_dead(self._peer, self._sender_stopped)
+
+    def _ended(self, message: Ended) -> None:
+        if message.error:
+            self._reservation.abort(rebuild(message.error, message.reason))
+        elif not self._reservation.stopping:
+            self._written = True
+            self._finish()
+            return
+        self._sender_stopped()
+
+    def _completed(self) -> None:
+        self._complete = True
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._written and self._complete and self._reservation.succeed():
+            self._peer.session.send(Received(transfer=self._id))
+            self._sender_stopped()
+        elif self._written and self._reservation.stopping:
+            self._sender_stopped()
+
+    def _stop(self) -> None:
+        """The reservation was aborted."""
+        if self._writing and not self._written:
+            self._peer.session.send(Stop(transfer=self._id))
+            return
+        if self._line is not None and self._loan is None:
+            self._node.staging.forget(self._line)
+        error = self._reservation.error
+        self._peer.session.send(Refused(transfer=self._id, error=type(error).__name__, reason=str(error)))
+        self._sender_stopped()
+
+    def _sender_stopped(self) -> None:
+        """The sender writes no more: drop its hold, and return the staging once nothing is being scattered."""
+        self._peer.conversations.pop(self._id, None)
+        if self._writing:
+            self._writing = False
+            self._reservation.drop()
+        self._give_back()
+
+    def _scattered(self) -> None:
+        if not self._writing:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if self._loan is not None and not self._sink.busy:
+            loan, self._loan = self._loan, None
+            self._node.staging.give_back(loan)
