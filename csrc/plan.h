@@ -1,4 +1,4 @@
-// The transfer plan as the kernels read it. `kvxfer/plan.py` builds these tables; the two files change together.
+// The transfer plan as the kernels read it. `kvxfer/plan/` builds these tables; the two files change together.
 //
 // A plan part is a table of rows (one strided copy per layer slice or plane) and a table of segments (pairs of
 // source and destination blocks). Every row is carried out for every segment.
@@ -26,7 +26,7 @@ struct Row {
   std::uint32_t tokens_per_entry;
   std::uint32_t reserved;
 };
-static_assert(sizeof(Row) == 112, "plan.py spells this size out");
+static_assert(sizeof(Row) == 112, "plan/rows.py spells this size out");
 
 // Pairs of blocks, a column an array. The token columns are null in a part whose rows are all whole.
 // `wire_start` is the byte offset of each segment in the packed order; null means segment * wire_bytes.

@@ -29,10 +29,12 @@ _HOMES = {
     "Role": "kvxfer.control.messages",
     "Send": "kvxfer.send",
     "Slice": "kvxfer.layout",
+    "TensorGroup": "kvxfer.tensors",
     "Ticket": "kvxfer.ticket",
     "Transfer": "kvxfer.transfer",
     "TransferState": "kvxfer.transfer",
     "TransferStats": "kvxfer.transfer",
+    "layout_for": "kvxfer.models",
     "shared_empty": "kvxfer.backends.segments",
 }
 _SUBMODULES = ("errors", "layout", "plan")
@@ -56,6 +58,7 @@ __all__ = [
     "Role",
     "Send",
     "Slice",
+    "TensorGroup",
     "Ticket",
     "Transfer",
     "TransferState",
@@ -63,6 +66,7 @@ __all__ = [
     "__version__",
     "errors",
     "layout",
+    "layout_for",
     "plan",
     "shared_empty",
 ]
@@ -77,9 +81,11 @@ if TYPE_CHECKING:
     from kvxfer.fetch import Fetch
     from kvxfer.layout import CacheLayout, Group, GroupKind, Padding, Plane, Record, Region, Slice
     from kvxfer.lease import Lease, LeaseState
+    from kvxfer.models import layout_for
     from kvxfer.node import Limits
     from kvxfer.reserve import Reservation
     from kvxfer.send import Send
+    from kvxfer.tensors import TensorGroup
     from kvxfer.ticket import Ticket
     from kvxfer.transfer import Transfer, TransferState, TransferStats
 

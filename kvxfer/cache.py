@@ -43,8 +43,8 @@ AnyTicket = Ticket | bytes | Mapping[str, str]
 class Cache:
     """One paged cache of this process, as peers see it.
 
-    All methods may be called from any thread. The arrays must stay where they are until the connector is closed; the
-    cache holds references to them.
+    All methods may be called from any thread. The memory must stay where it is until the connector is closed; of arrays
+    that were registered the cache holds references, of bare addresses it cannot.
     """
 
     def __init__(self, node: Node, name: str, arrays: Mapping[str, Any] | None, layout: CacheLayout) -> None:
@@ -64,6 +64,10 @@ class Cache:
             for region, by_backend in zip(self.layout.regions, registrations, strict=True)
         )
         _ = node.table  # allocated now, so that a full /dev/shm is seen here
+
+    def __repr__(self) -> str:
+        groups = ", ".join(f"{group.name} ({group.num_blocks} blocks)" for group in self.layout.groups)
+        return f"<Cache {self.name!r}: {groups}>"
 
     # --- publish and fetch ----------------------------------------------------------------------------------
 
@@ -89,14 +93,14 @@ class Cache:
         """
         node = self._node
         node.check_open()
-        _check_ttl(ttl_s, node.limits.max_ttl_s)
+        check_ttl(ttl_s, node.limits.max_ttl_s)
         lists = check_blocks(self.layout, blocks, tokens=tokens, role="source")
         record = Record.of(tokens, lists).encode()
         if ticket is None:
             signed = self._sign(Role.FETCH, record, tokens, ttl_s, request_id)
         else:
             signed = self._own_ticket(ticket, Role.FETCH, record)
-        lease = Lease(signed, lists, time.monotonic() + ttl_s, node.end_lease)
+        lease = Lease(signed, lists, time.monotonic() + ttl_s, node)
         self._publish(lease, record, numbered_here=ticket is None)
         return lease
 
@@ -110,7 +114,8 @@ class Cache:
 
         Raises InvalidTicket, UnknownGroup, InvalidBlocks, UnknownWireFormat, InvalidRequest, Closed at once, with
         nothing written. Everything else is raised by the transfer: LeaseExpired, PeerGone, DeadlineExceeded,
-        FingerprintMismatch, LayoutMismatch, BackendError, Cancelled.
+        Cancelled, UnknownCache, FingerprintMismatch, LayoutMismatch, NoCommonBackend, BufferTooSmall, BackendError, and
+        of a packed transfer NonFiniteValue, InvalidChunk, ChecksumMismatch.
         """
         node = self._node
         node.check_open()
@@ -146,7 +151,7 @@ class Cache:
         """
         node = self._node
         node.check_open()
-        _check_ttl(ttl_s, node.limits.max_ttl_s)
+        check_ttl(ttl_s, node.limits.max_ttl_s)
         lists = check_blocks(self.layout, blocks, tokens=tokens, role="destination")
         self._check_writable()
         record = Record.of(tokens, lists).encode()
@@ -175,7 +180,8 @@ class Cache:
         `blocks` are source lists as in `publish`, for the ticket's token count; they must stay as they are until the
         transfer is done. With `layerwise` each layer moves after `Send.layer_ready`.
 
-        Raises like `fetch`.
+        Ranks are paired one to one; both engines must have equally many. Raises like `fetch`, and of the transfer
+        InvalidRequest where they have not.
         """
         node = self._node
         node.check_open()
@@ -329,6 +335,7 @@ def _spans(arrays: Mapping[str, Any] | None, layout: CacheLayout) -> dict[str, S
     return spans
 
 
-def _check_ttl(ttl_s: float, limit: float) -> None:
+def check_ttl(ttl_s: float, limit: float) -> None:
+    """InvalidRequest unless a lease may run for `ttl_s` seconds."""
     if not 0 < ttl_s <= limit:
         raise InvalidRequest(f"ttl_s must be over 0 and at most {limit:g} (max_ttl_s), got {ttl_s!r}")

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvxfer import ticket as tickets
 from kvxfer.backends.base import Backend
-from kvxfer.cache import AnyTicket, Cache, sign_ticket
+from kvxfer.cache import AnyTicket, Cache, check_ttl, sign_ticket
 from kvxfer.control import auth
 from kvxfer.control.messages import Identity, Renew, Role
 from kvxfer.errors import BackendError, InvalidRequest, KvxferError, NoCommonBackend
@@ -198,13 +198,14 @@ class Connector:
 
         For a scheduler process, which knows block ids and owns no memory. `layout` is the ranks' (addresses are not
         needed). Peers may use the ticket at once; their transfer waits for the ranks to publish. Call `retire` when
-        every rank's lease has ended; the slot is also free again after twice `ttl_s`.
+        every rank's lease has ended: until then, but for `Limits.max_ttl_s` at most, the ticket holds a lease slot.
 
         Raises like `Cache.publish`.
         """
         node = self._node
         node.check_open()
         role_name = "source" if role is Role.FETCH else "destination"
+        check_ttl(ttl_s, node.limits.max_ttl_s)
         lists = check_blocks(layout, blocks, tokens=tokens, role=role_name)
         ticket = sign_ticket(
             node,
@@ -216,7 +217,7 @@ class Connector:
             request_id=request_id,
             fingerprint=tickets.fingerprint_digest(layout.fingerprint),
         )
-        node.progress.post(lambda: node.progress.call_later(2 * ttl_s, lambda: self.retire(ticket)))
+        node.progress.post(lambda: node.progress.call_later(node.limits.max_ttl_s, lambda: self.retire(ticket)))
         return ticket
 
     def retire(self, ticket: Ticket) -> None:
@@ -226,14 +227,18 @@ class Connector:
     def release(self, ticket: AnyTicket) -> None:
         """Tell the publisher that this rank will not fetch, or not again: a request was aborted, say.
 
-        Does nothing when the publisher is not known here yet; its lease runs out by itself.
+        Returns at once; dials the publisher where necessary. When that fails, the lease runs out by itself.
         """
         node = self._node
         node.check_open()
         parsed = tickets.parse(ticket, node.secret)
-        engine = node.directory.find(parsed)
-        if engine is not None:
-            release(node, engine, parsed)
+        node.progress.post(
+            lambda: node.directory.look_up(
+                parsed,
+                lambda engine: release(node, engine, parsed),
+                lambda error: _log.warning("the lease of %r was not released: %s", parsed.request_id, error),
+            )
+        )
 
     def renew(self, ticket: AnyTicket, ttl_s: float) -> None:
         """Ask the publisher to keep the lease for another `ttl_s` seconds from when it hears of it.

@@ -20,9 +20,10 @@ from kvxfer.formats.plan import PackedPart, PackedPlan
 from kvxfer.formats.rows import PACKED_ROW
 from kvxfer.plan import ROW, Chunk, PlanPart, TransferPlan
 
-assert _native.ROW_BYTES == ROW.itemsize, "plan.py and csrc/plan.h disagree; rebuild the extension"
-_packed_bytes = getattr(_native, "PACKED_ROW_BYTES", PACKED_ROW.itemsize)
-assert _packed_bytes == PACKED_ROW.itemsize, "formats/rows.py and csrc/packed_plan.h disagree; rebuild"
+assert _native.ROW_BYTES == ROW.itemsize, "plan/rows.py and csrc/plan.h disagree; rebuild the extension"
+assert _native.PACKED_ROW_BYTES == PACKED_ROW.itemsize, (
+    "formats/rows.py and csrc/packed_plan.h disagree; rebuild the extension"
+)
 
 load_word = _native.load_word
 store_word = _native.store_word

@@ -4,7 +4,7 @@ A block id indexes a group's block table. Inside a block every layer of the grou
 bytes follow a *record*, and a record is a set of *planes*: one strided array ``[entry, head, channel]`` per
 quantity (keys, values, scales, a latent). That one description covers NHD and HND, keys and values apart or
 together, values and scales interleaved or segregated, compressed entries, and state, so that two unlike
-caches are joined plane by plane (``plan.py``) and never by special cases.
+caches are joined plane by plane (``kvxfer.plan``) and never by special cases.
 
 Imports NumPy, msgspec and errors; knows no transport and touches no device. Layouts travel in the handshake,
 so whatever is decoded from a peer is validated here, in the constructors.

@@ -15,12 +15,16 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvxfer import kernels
 from kvxfer.errors import InvalidRequest, InvalidTicket, LeaseTableFull
 from kvxfer.ticket import Ticket
+
+if TYPE_CHECKING:
+    from kvxfer.node import Node
 
 ENDED = 1 << 63  # set in a word once its lease has ended
 HEADER_BYTES = 64
@@ -54,7 +58,7 @@ class Lease:
         ticket: Ticket,
         lists: Mapping[str, np.ndarray],
         deadline: float,
-        end: Callable[[Lease, LeaseState], None],
+        node: Node,
     ) -> None:
         self.ticket = ticket
         self.lists = dict(lists)  # int32 block ids per group
@@ -62,13 +66,13 @@ class Lease:
         self.state = LeaseState.LIVE
         self.deadline = deadline  # monotonic
         self.readers_done: set[int] = set()
-        self._end = end
+        self._node = node
         self._callbacks: list[Callable[[Lease], None]] = []
         self._lock = threading.Lock()
 
     def release(self) -> None:
         """Take the lease back now; fetches that have not been confirmed fail. Idempotent, from any thread."""
-        self._end(self, LeaseState.RELEASED)
+        self._node.end_lease(self, LeaseState.RELEASED)
 
     def renew(self, ttl_s: float) -> None:
         """Let it run for `ttl_s` seconds from now. Does nothing to a lease that has ended."""
@@ -77,13 +81,13 @@ class Lease:
         self.deadline = time.monotonic() + ttl_s
 
     def add_done_callback(self, callback: Callable[[Lease], None]) -> None:
-        """Call ``callback(lease)`` once the blocks may be reused: on the thread that ends the lease (the connector's
-        progress thread, or the caller of `release`), or at once when it has ended."""
+        """Call ``callback(lease)`` on the connector's progress thread once the blocks may be reused, also when it has
+        ended already. While the connector closes, it is called on the thread that closes it."""
         with self._lock:
             if self.state is LeaseState.LIVE:
                 self._callbacks.append(callback)
                 return
-        callback(self)
+        self._node.progress.run(lambda: callback(self))
 
     def finish(self, state: LeaseState) -> bool:
         """Mark as ended; the table's word must have been changed before. False when it had ended."""
@@ -94,7 +98,7 @@ class Lease:
             callbacks, self._callbacks = self._callbacks, []
         self.released.set()
         for callback in callbacks:
-            callback(self)
+            self._node.progress.run(lambda callback=callback: callback(self))
         return True
 
 
@@ -151,9 +155,15 @@ class LeaseTable:
             raise InvalidRequest(f"slot {slot} is not in a lease table of {self.slots}; lease_slots must agree")
         with self._lock:
             if int(self._table[slot]["word"]) & ~ENDED >= lease:
-                raise InvalidTicket(f"lease {lease} was published here before; a ticket is good for one lease")
+                raise InvalidTicket(
+                    f"lease {lease} was published here before: a ticket is good for one lease, and where another "
+                    "process issues this engine's tickets, every rank publishes under them (ticket=)"
+                )
             if slot in self._records:
-                raise InvalidRequest(f"lease slot {slot} is in use by another lease of this process")
+                raise InvalidRequest(
+                    f"lease slot {slot} is in use by another lease of this process: where another process issues this "
+                    "engine's tickets, publish under them (ticket=)"
+                )
             offset = self._arena.take(len(record))
             self._records[slot] = (lease, offset, len(record))
             self._memory[offset : offset + len(record)] = np.frombuffer(record, np.uint8)

@@ -25,6 +25,8 @@ class Metrics:
     staging_lent_bytes: int
     staging_waiting: int  # transfers in line for staging
     quarantined: int  # resources that wait for a peer to stop or to be known dead
+    transfers_total: dict[tuple[str, str], int]  # ended, by kind (fetch, send, reservation) and state
+    bytes_total: dict[tuple[str, str], int]  # of cache moved, by kind and way
     progress_turns_total: int
     messages_dropped_total: dict[str, int]  # by error
     foreign_releases_total: int  # releases and renewals of leases that had ended
@@ -43,6 +45,8 @@ class Metrics:
             staging_lent_bytes=staging.lent_bytes if staging else 0,
             staging_waiting=staging.waiting if staging else 0,
             quarantined=node.quarantined,
+            transfers_total=dict(node.transfers_total),
+            bytes_total=dict(node.bytes_total),
             progress_turns_total=node.progress.turns,
             messages_dropped_total=dict(node.channel.dropped),
             foreign_releases_total=node.foreign_releases,

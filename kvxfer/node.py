@@ -8,6 +8,8 @@ Imports everything below connector.
 
 from __future__ import annotations
 
+import collections
+import ctypes
 import logging
 import secrets
 import threading
@@ -15,6 +17,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvxfer.backends.base import Backend, Registration
 from kvxfer.control.channel import Channel, Session
@@ -105,8 +109,11 @@ class Node:
         self.numbers = SlotNumbers(limits.lease_slots)
         self.active: set[Transfer] = set()
         self.foreign_releases = 0
+        self.transfers_total: collections.Counter[tuple[str, str]] = collections.Counter()  # by kind and state
+        self.bytes_total: collections.Counter[tuple[str, str]] = collections.Counter()  # by kind and way
         self._early_releases: dict[tuple[int, int], tuple[Release, ...]] = {}  # by slot and lease
         self.quarantined = 0  # resources that wait for a peer to stop or to be known dead
+        self._memory: list[Registration] = []
         self._table: LeaseTable | None = None
         self._table_handles: RegionHandles | None = None
         self._staging: StagingRing | None = None
@@ -158,7 +165,7 @@ class Node:
         return outcome[0]
 
     def _open_channel(self, listen: str, advertise: str | None) -> None:
-        self.channel = Channel(
+        self.channel = self.directory.channel = Channel(
             self.progress,
             self,
             secret=self.secret,
@@ -166,7 +173,6 @@ class Node:
             heartbeat_s=self.limits.heartbeat_s,
             peer_timeout_s=self.limits.peer_timeout_s,
         )
-        self.directory.channel = self.channel
         endpoint = self.channel.listen(listen)
         self.set_identity(endpoint=advertise or endpoint)
 
@@ -191,17 +197,29 @@ class Node:
         for lease in self.leases:
             self.end_lease(lease, LeaseState.RELEASED)
         self.pool.close()  # first: goodbye tells a peer that nothing is written into its memory any more
-        self.progress.close(self.channel.close)
+        self.progress.close(self._close_channel)
         for peer in list(self.directory.peers.values()):
             if peer.link is not None:
                 peer.link.close()
         for backend in self.backends.values():
             backend.close()
 
+    def _close_channel(self) -> None:
+        if self.directory.channel is not None:
+            self.directory.channel.close()
+
     def track(self, transfer: Transfer) -> None:
         """Have `close` end the transfer. Any thread."""
         self.active.add(transfer)
-        transfer.on_end(lambda: self.active.discard(transfer))
+
+        def ended() -> None:
+            self.active.discard(transfer)
+            kind = type(transfer).__name__.lower()
+            self.transfers_total[kind, transfer.state.value] += 1
+            if transfer.error is None:
+                self.bytes_total[kind, transfer.stats.way] += transfer.stats.bytes
+
+        transfer.on_end(ended)
 
     # --- memory ---------------------------------------------------------------------------------------------
 
@@ -212,7 +230,7 @@ class Node:
             if self._table is None:
                 nbytes = table_bytes(self.limits.lease_slots, self.limits.lease_record_bytes)
                 memory, self._table_handles = self._allocate(nbytes)
-                self._table = LeaseTable(memory.keep_alive.array()[:nbytes], self.limits.lease_slots)
+                self._table = LeaseTable(_bytes_of(memory), self.limits.lease_slots)
             return self._table
 
     @property
@@ -234,6 +252,7 @@ class Node:
         """Memory that every peer of the preferred backend can reach, and how it opens it."""
         name, backend = next(iter(self.backends.items()))
         memory = backend.allocate(nbytes)
+        self._memory.append(memory)  # stays mapped as long as somebody may look at it
         return memory, RegionHandles(nbytes=nbytes, handles={name: memory.handle})
 
     def describe(self, reply: bool) -> Description:
@@ -396,6 +415,11 @@ class Node:
                 self.progress.call_later(_DEAD_POLL_S, look)
 
         look()
+
+
+def _bytes_of(memory: Registration) -> np.ndarray:
+    """Allocated memory as a uint8 array; whoever uses it holds the registration."""
+    return np.frombuffer((ctypes.c_uint8 * memory.nbytes).from_address(memory.address), np.uint8)
 
 
 def new_transfer_id() -> int:

@@ -24,14 +24,11 @@ from kvxfer.formats import HEADER_BYTES, ChunkHeader, checksum
 from kvxfer.kernels import PreparedPackedPlan
 from kvxfer.plan import Chunk
 from kvxfer.remote import Peer
-from kvxfer.staging import Loan
+from kvxfer.staging import SLOTS, Loan
 from kvxfer.transfer import Transfer
 
 if TYPE_CHECKING:
     from kvxfer.node import Node
-
-SLOTS = 8  # chunks in flight that a transfer asks for
-
 
 def borrow(node: Node, stages: Sequence[PreparedPackedPlan], granted: Callable[[Loan], None]) -> object:
     """Ask for the staging that a receiving side needs: as many chunks as pay, and no more than there are bytes.

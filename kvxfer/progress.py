@@ -81,6 +81,13 @@ class ProgressThread:
             self._calls.append(function)
         self._wake()
 
+    def run(self, function: Callable[[], None]) -> None:
+        """Like `call`, but after `close` the function runs at once on the calling thread. For callbacks of users."""
+        try:
+            self.call(function)
+        except Closed:
+            _guarded(function)
+
     def call_later(self, delay_s: float, function: Callable[[], None]) -> Timer:
         """Run `function` on this thread after `delay_s` seconds. On this thread only."""
         timer = Timer(time.monotonic() + delay_s, function)

@@ -76,7 +76,7 @@ class RemoteTable:
             return False
         how = "has ended (released or expired)" if word == ticket.lease | ENDED else "ended and its slot was used again"
         raise LeaseExpired(
-            f"the lease of request {ticket.request_id!r} {how}; fetch earlier, or publish with more ttl_s"
+            f"the lease of request {ticket.request_id!r} {how}; fetch earlier, or publish with more ttl_s if it ran out"
         )
 
     def record(self, ticket: Ticket) -> Record | None:

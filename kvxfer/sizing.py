@@ -14,12 +14,8 @@ from fractions import Fraction
 from kvxfer.coverage import slabs
 from kvxfer.errors import InvalidRequest
 from kvxfer.layout import CacheLayout, Group, GroupKind, Record
+from kvxfer.staging import CHUNK_BYTES, SLOTS
 
-STAGING_CHUNK_BYTES = 16 << 20
-"""Where one packed transfer reaches three quarters of the wire's speed (274 of 355 GB/s, NCCL over NVLink).
-"""
-STAGING_CHUNKS = 2
-"""One chunk is filled while the other travels."""
 CONCURRENCY = 3
 """The rule for a receive buffer: the largest prompt times two to three concurrent requests, never an average.
 """
@@ -111,7 +107,7 @@ def size(layout: CacheLayout, *, tokens: int, concurrency: int = CONCURRENCY) ->
 
     The fixed part is what a request holds however long it grows: the windows of sliding layers (no more than
     the prompt has), and rings and states at their full size, whether or not this length leaves a remainder. A
-    receive buffer is the decode pool's blocks for `concurrency` such prompts; staging is `STAGING_CHUNKS`
+    receive buffer is the decode pool's blocks for `concurrency` such prompts; staging is `SLOTS`
     packed chunks for each of them, a chunk being no larger than the request and no smaller than its largest
     block.
     """
@@ -125,7 +121,7 @@ def size(layout: CacheLayout, *, tokens: int, concurrency: int = CONCURRENCY) ->
     moved = sum(group.moved_bytes for group in groups)
     stored = sum(_held_blocks(g, tokens) * block_stride(g) for g in layout.groups)
     largest_block = max(layout.block_bytes(group.name) for group in layout.groups)
-    chunk = max(largest_block, min(STAGING_CHUNK_BYTES, moved))
+    chunk = max(largest_block, min(CHUNK_BYTES, moved))
     return Sizes(
         tokens=tokens,
         concurrency=concurrency,
@@ -142,7 +138,7 @@ def size(layout: CacheLayout, *, tokens: int, concurrency: int = CONCURRENCY) ->
         moved_bytes_per_request=moved,
         stored_bytes_per_request=stored,
         receive_buffer_bytes=concurrency * stored,
-        staging_bytes=concurrency * STAGING_CHUNKS * chunk,
+        staging_bytes=concurrency * SLOTS * chunk,
         groups=groups,
     )
 

@@ -18,6 +18,7 @@ from kvxfer.backends.base import Registration
 from kvxfer.errors import BufferTooSmall
 
 CHUNK_BYTES = 4 << 20  # measured between two processes: smaller ones pay for messages, larger ones leave the caches
+SLOTS = 8  # chunks in flight that a transfer asks for
 UNIT_BYTES = 256 << 10  # granularity of loans
 
 

@@ -69,6 +69,12 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     def __bytes__(self) -> bytes:
         return self.encoded
 
+    def __repr__(self) -> str:
+        return (
+            f"<Ticket {self.role.value} {self.request_id!r}: {self.tokens} tokens in cache {self.cache!r} of engine "
+            f"{self.engine!r} at {self.endpoint}, slot {self.slot}, lease {self.lease}>"
+        )
+
     def to_dict(self) -> dict[str, str]:
         """The ticket as JSON-friendly key and value, for an engine's transfer parameters."""
         return {DICT_KEY: base64.b64encode(self.encoded).decode()}
@@ -134,7 +140,7 @@ def fingerprint_digest(fingerprint: Mapping[str, str]) -> bytes:
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What a lease holds: int32 little-endian block ids for each group, right-aligned as in plan.py."""
+    """What a lease holds: int32 little-endian block ids for each group, right-aligned as in kvxfer.plan."""
 
     tokens: int
     blocks: dict[str, bytes]

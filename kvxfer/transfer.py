@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvxfer.errors import BackendError, Cancelled, Closed, DeadlineExceeded, InvalidRequest, KvxferError
+from kvxfer.errors import BackendError, Cancelled, DeadlineExceeded, InvalidRequest, KvxferError
 from kvxfer.progress import Job, ProgressThread
 
 _log = logging.getLogger(__name__)
@@ -71,7 +71,8 @@ class TransferStats:
 class Transfer:
     """A transfer under way. Methods may be called from any thread.
 
-    Callbacks run on the connector's progress thread: keep them short, and hand real work to a thread of your own.
+    Callbacks run on the connector's progress thread (while that closes, on the thread that ends the transfer): keep
+    them short, and hand real work to a thread of your own.
     """
 
     def __init__(self, progress: ProgressThread, *, timeout_s: float, what: str) -> None:
@@ -331,7 +332,4 @@ class Transfer:
             self._call_back(callback)
 
     def _call_back(self, callback: Callable[[Transfer], None]) -> None:
-        try:
-            self._progress.call(lambda: callback(self))
-        except Closed:
-            callback(self)  # the connector is closing and its thread takes no more calls
+        self._progress.run(lambda: callback(self))

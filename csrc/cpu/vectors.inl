@@ -57,6 +57,19 @@ struct PerBlock {
   alignas(64) T values[kMostBlocks + kLanes];
 };
 
+using ScaleBytes = PerBlock<uint8_t[4]>;  // room for the widest scale of each block
+
+// Calls body(first vector, bytes) for each run of vectors whose scales, `bytes` a vector, continue each other.
+template <class Body>
+KVXFER_HD void over_scale_runs(const Vectors& vectors, uint32_t bytes, const Body& body) {
+  for (int first = 0; first < vectors.count;) {
+    int end = first + 1;
+    while (end < vectors.count && vectors.scales[end] == vectors.scales[end - 1] + bytes) ++end;
+    body(static_cast<uint32_t>(first), static_cast<uint32_t>(end - first) * bytes);
+    first = end;
+  }
+}
+
 // --- Hadamard ---
 
 // float32(1 / sqrt(size)) of a power of two, rounded from double as NumPy does.
@@ -116,30 +129,36 @@ void decode_plain(Element element, const uint8_t* from, uint32_t count, float* t
   }
 }
 
-// Steps (what a code is multiplied by) of one vector's blocks, and zero points where there are some.
-void read_scales(const Codec& codec, const uint8_t* scales, uint32_t count, float* steps, float* zeros) {
+// Steps (what a code is multiplied by) of all blocks of a batch, and zero points where there are some.
+void read_scales(const Codec& codec, const Vectors& from, const Blocks& blocks, float* steps, float* zeros) {
+  const uint32_t bytes = blocks.each * static_cast<uint32_t>(scale_size(codec.scale)), count = blocks.count;
+  ScaleBytes linear;
+  uint8_t* scales = &linear.values[0][0];
+  over_scale_runs(from, bytes, [&](uint32_t first, uint32_t run) {
+    std::memcpy(scales + first * bytes, from.scales[first], run);
+  });
+  std::memset(scales + static_cast<uint32_t>(from.count) * bytes, 0, 4 * kLanes);  // lanes beyond the last block
   switch (codec.scale) {
     case Scale::none:
-      steps[0] = codec.global_scale;
+      std::fill_n(steps, count, codec.global_scale);
       break;
     case Scale::float32:
       std::memcpy(steps, scales, 4u * count);
       break;
     case Scale::e4m3:
-      over_lanes(
-          count, [&](uint32_t i) { store(steps + i, load_e4m3(scales + i) * codec.global_scale); },
-          [&](uint32_t i) { steps[i] = from_e4m3<uint32_t>(scales[i]) * codec.global_scale; });
+      for (uint32_t i = 0; i < count; i += kLanes) store(steps + i, load_e4m3(scales + i) * codec.global_scale);
       break;
     case Scale::e8m0:
-      for (uint32_t i = 0; i < count; ++i) steps[i] = from_e8m0<uint32_t>(scales[i]);
+      for (uint32_t i = 0; i < count; i += kLanes) store(steps + i, from_e8m0(load_bytes(scales + i)));
       break;
     case Scale::float16:
-      decode_plain(Element::float16, scales, count, steps);
+      for (uint32_t i = 0; i < count; i += kLanes) store(steps + i, from_fp16(load_halves(scales + 2 * i)));
       break;
     case Scale::float16_zero:
-      for (uint32_t i = 0; i < count; ++i) {
-        steps[i] = from_fp16<uint32_t>(load<uint16_t>(scales + 4 * i));
-        zeros[i] = from_fp16<uint32_t>(load<uint16_t>(scales + 4 * i + 2));
+      for (uint32_t i = 0; i < count; i += kLanes) {
+        const Words pairs = load<Words>(scales + 4 * i);
+        store(steps + i, from_fp16(pairs & 0xffffu));
+        store(zeros + i, from_fp16(pairs >> 16));
       }
       break;
   }
@@ -168,9 +187,10 @@ KVXFER_HD void decode_vector(const Blocks& blocks, const uint8_t* codes, const f
 template <Element E, uint32_t Size>
 void decode_vectors(const Codec& codec, const Vectors& from, const Blocks& blocks, float* values) {
   PerBlock<float> steps, zeros;
+  read_scales(codec, from, blocks, steps.values, zeros.values);
   for (int v = 0; v < from.count; ++v, values += from.dim) {
-    read_scales(codec, from.scales[v], blocks.each, steps.values, zeros.values);
-    decode_vector<E, Size>(blocks, from.codes[v], steps.values, zeros.values, values);
+    const uint32_t first = static_cast<uint32_t>(v) * blocks.each;
+    decode_vector<E, Size>(blocks, from.codes[v], steps.values + first, zeros.values + first, values);
   }
 }
 
@@ -346,7 +366,7 @@ bool encode_scaled(const Codec& codec, float* values, const Vectors& to) {
   const Blocks blocks(codec, to);
   const uint32_t count = static_cast<uint32_t>(to.count) * to.dim;
   PerBlock<float> peaks, factors;
-  PerBlock<uint8_t[4]> scales;  // four bytes each for float32 scales, one for all others
+  ScaleBytes scales;
   bool finite = finite_peaks(blocks, values, count, peaks.values);
   if (codec.rotation) {
     hadamard(values, count, codec.rotation);
@@ -358,7 +378,9 @@ bool encode_scaled(const Codec& codec, float* values, const Vectors& to) {
     encode_vectors<E, decltype(size)::value>(blocks, values, factors.values, to);
   });
   const uint32_t bytes = blocks.each * static_cast<uint32_t>(scale_size(codec.scale));
-  for (int v = 0; v < to.count; ++v) std::memcpy(to.scales[v], stored + static_cast<uint32_t>(v) * bytes, bytes);
+  over_scale_runs(to, bytes, [&](uint32_t first, uint32_t run) {
+    std::memcpy(to.scales[first], stored + first * bytes, run);
+  });
   return finite;
 }
 

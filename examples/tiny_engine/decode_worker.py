@@ -92,16 +92,19 @@ class DecodeWorker:
     def _finish_fetch(self, fetching: Fetching) -> list[Failed]:
         """Start to generate, or free the blocks.
 
-        When `wait` returns or raises, the last byte has been written: only then may the blocks be reused.
+        Blocks may be reused only when the transfer is done: until then a byte may still arrive.
         """
         request, sequence, transfer = fetching.request, fetching.sequence, fetching.transfer
-        self._fetching.remove(fetching)
         request_id = request.prefilled.request_id
         try:
             transfer.wait()
         except kvxfer.KvxferError as error:
+            if not transfer.done():
+                return []  # it has failed, but a peer that stands still may yet write
+            self._fetching.remove(fetching)
             self._engine.free(sequence)
             return [Failed(request_id=request_id, reason=str(error))]
+        self._fetching.remove(fetching)
         arrived = self._engine.cache.checksum(sequence.block_table, sequence.cached_tokens)
         verified = arrived == request.prefilled.checksum
         tokens = self._engine.decode(sequence, request.max_tokens)

@@ -119,7 +119,7 @@ def _try(way: str, memory: str) -> dict:
             "gigabytes_per_s": stats.gigabytes_per_s,
         }
     except (KvxferError, EOFError) as error:
-        return result | {"why_not": str(error) or type(error).__name__}
+        return result | {"why_not": (str(error) or type(error).__name__).rsplit(f"{way}: ", 1)[-1]}
     finally:
         ours.close()
         process.join(_TIMEOUT_S)

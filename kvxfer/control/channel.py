@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import re
 import secrets
 import struct
 import time
@@ -131,7 +132,7 @@ class Channel:
 
     def listen(self, endpoint: str) -> str:
         """Bind the ROUTER; returns the endpoint with the real port. Raises InvalidRequest."""
-        self._router = self._socket(zmq.ROUTER)
+        self._router = self._socket(zmq.ROUTER, endpoint)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             self._router.bind(endpoint.replace(":0", ":*") if endpoint.endswith(":0") else endpoint)
@@ -149,7 +150,7 @@ class Channel:
         failed: Callable[[KvxferError], None],
     ) -> None:
         """Open a session; one of the two calls is made, once."""
-        socket = self._socket(zmq.DEALER)
+        socket = self._socket(zmq.DEALER, endpoint)
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:
@@ -230,12 +231,13 @@ class Channel:
             raise AuthenticationError(f"a message of {len(data)} bytes is over the limit of {self._max_bytes}")
         header, rest = data[: _HEADER.size], data[_HEADER.size :]
         seal, payload = rest[: auth.MAC_BYTES], rest[auth.MAC_BYTES :]
-        magic, _version, kind, sequence, session_id = _HEADER.unpack(header)
+        magic, version, kind, sequence, session_id = _HEADER.unpack(header)
         if magic != _MAGIC:
             raise AuthenticationError(f"magic {magic!r} is not kvxfer's")
         if kind == _HANDSHAKE:
             self._take_handshake(socket, route, header, seal, payload)
             return
+        messages.check_protocol(version)
         session = self._sessions.get(session_id) or self._unconfirmed.get(session_id)
         if session is None or kind != (_FROM_LISTENER if route is None else _FROM_DIALER):
             raise AuthenticationError("a message of no open session")
@@ -278,7 +280,8 @@ class Channel:
         from_dialer, from_listener = self._session_keys(hello.nonce, nonce)
         session = Session(self, session_id, hello.identity, (from_listener, from_dialer))
         session.route = route
-        self._unconfirmed[session_id] = session
+        if hello.protocol == messages.PROTOCOL_VERSION:  # else the answer only tells the peer our version
+            self._unconfirmed[session_id] = session
         while len(self._unconfirmed) > _MAX_UNCONFIRMED:
             self._unconfirmed.popitem(last=False)
         welcome = Welcome(
@@ -331,10 +334,10 @@ class Channel:
                 session.send(Ping())
         self._heart = self._progress.call_later(self._heartbeat_s / 2, self._beat) if self._sessions else None
 
-    def _socket(self, kind: int) -> zmq.Socket:
+    def _socket(self, kind: int, endpoint: str) -> zmq.Socket:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 200)
-        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.IPV6, int(not _is_ipv4(endpoint)))
         socket.setsockopt(zmq.MAXMSGSIZE, 2 * self._max_bytes + 4096)
         return socket
 
@@ -362,3 +365,8 @@ class Channel:
         if now - self._last_warning.get(kind, -1e9) > 1.0:  # a flood must not become a flood of log lines
             self._last_warning[kind] = now
             _log.warning("dropped a control message (%d of this kind so far): %s", self.dropped[kind], error)
+
+
+def _is_ipv4(endpoint: str) -> bool:
+    """Whether the endpoint names an IPv4 address; with IPv6 switched on it would be shown in a mapped form."""
+    return re.match(r"tcp://[0-9.]+:", endpoint) is not None

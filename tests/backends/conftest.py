@@ -5,6 +5,7 @@ pytest tests/backends --kvxfer-backend NAME
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,12 +26,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kvxfer-backend", action="append", help="run the conformance suite for this backend only")
 
 
+def ways_of(backend: str) -> list[tuple[str, str]]:
+    """What a backend says that it can do."""
+    [entry] = importlib.metadata.entry_points(group="kvxfer.backends", name=backend)
+    able = entry.load().capabilities
+    possible = {"mapped": able.mapped, "direct": able.one_sided, "packed": True}
+    return [(way, "private") for way in WAYS if possible[way]]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "road" not in metafunc.fixturenames:
         return
     names = metafunc.config.getoption("--kvxfer-backend") or list(OWN)
-    every_way = tuple(itertools.product(WAYS, ("private",)))
-    roads = [(name, way, memory) for name in names for way, memory in OWN.get(name, every_way)]
+    roads = [(name, way, memory) for name in names for way, memory in OWN.get(name) or ways_of(name)]
     metafunc.parametrize("road", roads, ids="-".join, scope="session", indirect=True)
 
 

@@ -12,7 +12,8 @@ from kvxfer.cli import size as command
 from kvxfer.errors import InvalidRequest
 from kvxfer.models import PRESETS, layout_for
 from kvxfer.plan import join
-from kvxfer.sizing import STAGING_CHUNKS, size
+from kvxfer.sizing import size
+from kvxfer.staging import SLOTS
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -32,7 +33,7 @@ def test_moved_bytes_are_those_of_a_plan(name, tokens):
     assert plan.nbytes == sizes.moved_bytes_per_request
     assert sizes.moved_bytes_per_request <= sizes.stored_bytes_per_request
     largest = max(part.largest_segment_bytes for part in plan.parts)
-    assert sizes.staging_bytes >= sizes.concurrency * STAGING_CHUNKS * largest
+    assert sizes.staging_bytes >= sizes.concurrency * SLOTS * largest
 
 
 @pytest.mark.parametrize("name", PRESETS)
