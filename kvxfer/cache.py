@@ -53,8 +53,9 @@ class Cache:
         self._spans = _spans(arrays, layout)
         self.layout = layout.bind({region: span.address for region, span in self._spans.items()})
         self.bases = kernels.bases([region.address for region in self.layout.regions])
+        self.block_bytes = {group.name: layout.block_bytes(group.name) for group in layout.groups}
         self.fingerprint = tickets.fingerprint_digest(layout.fingerprint)
-        self._used: OrderedDict[bytes, None] = OrderedDict()
+        self._used: OrderedDict[bytes, object] = OrderedDict()
         registrations = [
             {backend.name: backend.register(region.address, region.nbytes) for backend in node.backends.values()}
             for region in self.layout.regions
@@ -251,12 +252,18 @@ class Cache:
     def _use(self, ticket: Ticket, transfer: Fetch | Send) -> None:
         """Remember that a ticket is in use; a transfer that fails gives it back."""
         key = ticket.encoded[1:33]  # its signature
-        if key in self._used:
+        if self._used.setdefault(key, transfer) is not transfer:
             raise InvalidTicket(f"the ticket of request {ticket.request_id!r} was used here before")
-        self._used[key] = None
         while len(self._used) > _MAX_REMEMBERED:
             self._used.popitem(last=False)
-        transfer.on_end(lambda: self._used.pop(key, None) if transfer.error else None)
+        transfer.on_end(lambda: self._forget_use(key, transfer))
+
+    def _forget_use(self, key: bytes, transfer: Fetch | Send) -> None:
+        """A ticket whose transfer failed may be used again; of one that succeeded only the use is remembered."""
+        if transfer.error is not None:
+            self._used.pop(key, None)
+        elif key in self._used:
+            self._used[key] = None
 
     def _publish(self, promise: Lease | Reservation, record: bytes, *, numbered_here: bool) -> None:
         try:

@@ -5,8 +5,6 @@ Imports node and cache; the backends come from the entry-point group ``kvxfer.ba
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import logging
 import secrets
 import weakref
@@ -15,10 +13,11 @@ from typing import Any
 
 from kvxfer import ticket as tickets
 from kvxfer.backends.base import Backend
+from kvxfer.backends.discovery import start_backends
 from kvxfer.cache import AnyTicket, Cache, check_ttl, sign_ticket
 from kvxfer.control import auth
 from kvxfer.control.messages import Identity, Renew, Role
-from kvxfer.errors import BackendError, InvalidRequest, KvxferError, NoCommonBackend
+from kvxfer.errors import InvalidRequest, NoCommonBackend
 from kvxfer.extras import need
 from kvxfer.fetch import release
 from kvxfer.layout import CacheLayout
@@ -30,7 +29,6 @@ from kvxfer.ticket import Record, Ticket
 _log = logging.getLogger(__name__)
 
 WAYS = ("mapped", "direct", "packed")
-PREFERENCE = ("cuda_ipc", "shm", "nixl", "nccl")  # of the backends that both ends have
 
 
 class Connector:
@@ -99,8 +97,7 @@ class Connector:
             )
         if advertise is None and _is_wildcard(listen):
             raise InvalidRequest(f"{listen} is a wildcard: pass advertise= with the address that peers should dial")
-        self.why_not: dict[str, str] = {}  # backend: why it could not be started
-        started = self._start_backends(backends)
+        started, self.why_not = start_backends(backends)  # why_not: of backends that could not be started
         self._node = Node(
             Identity(
                 name=name,
@@ -273,35 +270,6 @@ class Connector:
 
     def __repr__(self) -> str:
         return f"<Connector {self.name!r} at {self.endpoint}, backends {', '.join(self.backends)}>"
-
-    def _start_backends(self, wanted: str | Sequence[str | Backend]) -> dict[str, Backend]:
-        entries = {entry.name: entry for entry in importlib.metadata.entry_points(group="kvxfer.backends")}
-        if wanted == "auto":
-            order = [name for name in PREFERENCE if name in entries] + sorted(entries.keys() - set(PREFERENCE))
-        else:
-            order = [wanted] if isinstance(wanted, (str, Backend)) else list(wanted)
-        started: dict[str, Backend] = {}
-        for item in order:
-            if isinstance(item, Backend):
-                started[item.name] = item
-                continue
-            if item not in entries:
-                raise InvalidRequest(f"unknown backend {item!r}; installed are {', '.join(sorted(entries)) or 'none'}")
-            try:
-                started[item] = entries[item].load()()
-            except (KvxferError, ImportError) as error:
-                if wanted != "auto":
-                    with contextlib.ExitStack() as stack:
-                        for backend in started.values():
-                            stack.callback(backend.close)
-                    if isinstance(error, KvxferError):
-                        raise
-                    raise BackendError(f"backend {item!r} cannot be loaded: {error}") from error
-                self.why_not[item] = str(error)
-        if not started:
-            reasons = "".join(f"\n  - {name}: {reason}" for name, reason in self.why_not.items())
-            raise NoCommonBackend(f"no backend could be started:{reasons}")
-        return started
 
 
 def _is_wildcard(endpoint: str) -> bool:

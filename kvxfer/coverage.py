@@ -27,9 +27,7 @@ def check_record(record: Record) -> None:
     where = f"record {record.tag!r}"
     for plane in record.planes:
         if plane.end > record.nbytes:
-            raise InvalidLayout(
-                f"{where}: plane {plane.name!r} ends at byte {plane.end} of a slice of {record.nbytes}"
-            )
+            raise InvalidLayout(f"{where}: plane {plane.name!r} ends at byte {plane.end} of a slice of {record.nbytes}")
     for padding in record.padding:
         if padding.offset < 0 or padding.nbytes < 0 or padding.offset + padding.nbytes > record.nbytes:
             raise InvalidLayout(f"{where}: padding {padding} does not lie in {record.nbytes} bytes")
@@ -68,12 +66,8 @@ def _atom_bytes(record: Record) -> int:
 
 def plane_atoms(plane: Plane, atom: int) -> np.ndarray:
     """Indices of every `atom` bytes of a plane, as one flat int64 array."""
-    entry, head, channel, unit = np.ogrid[
-        : plane.entries, : plane.heads, : plane.channels, : plane.unit_bytes // atom
-    ]
-    offsets = (
-        plane.offset + entry * plane.entry_stride + head * plane.head_stride + channel * plane.channel_stride
-    )
+    entry, head, channel, unit = np.ogrid[: plane.entries, : plane.heads, : plane.channels, : plane.unit_bytes // atom]
+    offsets = plane.offset + entry * plane.entry_stride + head * plane.head_stride + channel * plane.channel_stride
     return (offsets // atom + unit).ravel()
 
 
@@ -94,26 +88,18 @@ def check_group(group: Group, regions: Mapping[str, Region], records: Mapping[st
         raise InvalidLayout(f"{where} has no slices")
     if group.kind.value == "state":
         if group.block_tokens != 0:
-            raise InvalidLayout(
-                f"{where}: state has no tokens; block_tokens must be 0, got {group.block_tokens}"
-            )
+            raise InvalidLayout(f"{where}: state has no tokens; block_tokens must be 0, got {group.block_tokens}")
     elif group.block_tokens < 1:
         raise InvalidLayout(f"{where}: block_tokens must be 1 or more, got {group.block_tokens}")
     if (group.kind.value == "sliding") != (group.window > 0):
-        raise InvalidLayout(
-            f"{where}: a window belongs to a sliding group and to no other, got {group.window}"
-        )
+        raise InvalidLayout(f"{where}: a window belongs to a sliding group and to no other, got {group.window}")
     if group.compression_ratio < 0:
         raise InvalidLayout(f"{where}: compression_ratio must be 0 or more, got {group.compression_ratio}")
     for piece in group.slices:
         if piece.region not in regions:
-            raise InvalidLayout(
-                f"{where}: layer {piece.layer!r} lies in region {piece.region!r}, which is not there"
-            )
+            raise InvalidLayout(f"{where}: layer {piece.layer!r} lies in region {piece.region!r}, which is not there")
         if piece.record not in records:
-            raise InvalidLayout(
-                f"{where}: layer {piece.layer!r} has record {piece.record!r}, which is not there"
-            )
+            raise InvalidLayout(f"{where}: layer {piece.layer!r} has record {piece.record!r}, which is not there")
         if not (0 <= piece.offset < _MAX_ADDRESS and 0 < piece.block_stride < _MAX_ADDRESS):
             raise InvalidLayout(f"{where}: layer {piece.layer!r}: offset and block_stride are out of range")
         record = records[piece.record]

@@ -15,10 +15,12 @@ from kvxfer.control.channel import Channel, Session
 from kvxfer.control.messages import Description, Identity, Message
 from kvxfer.errors import InvalidTicket, KvxferError, PeerGone
 from kvxfer.progress import ProgressThread
-from kvxfer.remote import Peer
+from kvxfer.remote import Peer, remember
 from kvxfer.ticket import Ticket
 
 _log = logging.getLogger(__name__)
+
+_MAX_LOST = 256
 
 EngineKey = tuple[str, int]
 Found = Callable[["Engine"], None]
@@ -65,6 +67,7 @@ class Directory:
         self.channel: Channel | None = None
         self.identity: Identity | None = None
         self.peers: dict[Session, Peer] = {}
+        self.lost: dict[Session, Peer] = {}  # silent for too long, neither closed nor known to be dead
         self._engines: dict[EngineKey, Engine] = {}
         self._searches: dict[EngineKey, _Search] = {}
 
@@ -99,6 +102,19 @@ class Directory:
 
     def session_closed(self, session: Session, reason: PeerGone) -> None:
         """Forget a peer and the engine that it belongs to; a later ticket dials again."""
+        self.lost.pop(session, None)
+        self._part_with(session, reason)
+
+    def session_lost(self, session: Session, reason: PeerGone) -> None:
+        """Like `session_closed`, but what the peer still says of earlier transfers is listened to.
+
+        A process that stood still may go on and write; it says so when it has stopped.
+        """
+        if session in self.peers:
+            remember(self.lost, session, self.peers[session], limit=_MAX_LOST)
+        self._part_with(session, reason)
+
+    def _part_with(self, session: Session, reason: PeerGone) -> None:
         peer = self.peers.pop(session, None)
         if peer is None:
             return
@@ -158,6 +174,9 @@ class Directory:
             for endpoint in members.values():
                 if endpoint != peer.identity.endpoint:
                     self._dial(search, endpoint)
+        elif peer.identity.rank not in search.missing:
+            self._fail(search, _unknown_member(peer.identity))
+            return
         if peer in search.peers.values():
             search.missing.discard(peer.identity.rank)
         if search.missing:
@@ -189,10 +208,10 @@ class Directory:
 
     def _pulse(self) -> None:
         """Drop peers whose process is known to have ended, sooner than their heartbeats would tell."""
-        for session, peer in list(self.peers.items()):
+        for session, peer in [*self.peers.items(), *self.lost.items()]:
             if peer.is_dead():
                 self.channel.drop(session, PeerGone(f"the process of {peer.identity.name} has ended"))
-        self._pulsing = bool(self.peers)
+        self._pulsing = bool(self.peers or self.lost)
         if self._pulsing:
             self._progress.call_later(self._pulse_s, self._pulse)
 
@@ -201,3 +220,10 @@ def _other_engine(key: EngineKey, identity: Identity) -> KvxferError:
     if identity.engine != key[0]:
         return InvalidTicket(f"the ticket is of engine {key[0]!r}, its endpoint answers as {identity.engine!r}")
     return InvalidTicket(f"engine {key[0]!r} has restarted since the ticket was issued; its leases are gone")
+
+
+def _unknown_member(identity: Identity) -> KvxferError:
+    return InvalidTicket(
+        f"{identity.endpoint} answers as rank {identity.rank} of engine {identity.engine!r}, which set_members() did "
+        "not name"
+    )

@@ -142,6 +142,15 @@ class SharedMemoryFull(ResourceExhausted):
     """The system has no room for a shared-memory segment."""
 
 
+def as_kvxfer_error(error: Exception) -> KvxferError:
+    """The error itself, or a BackendError that carries it: a bug, but whoever waits must learn of it."""
+    if isinstance(error, KvxferError):
+        return error
+    wrapped = BackendError(f"unexpected {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
 def rebuild(name: str, reason: str) -> KvxferError:
     """The error that a peer reported by class name; a class that is not ours becomes a TransferError."""
     kind = globals().get(name)

@@ -91,7 +91,9 @@ class Fetch(Transfer):
 
     def start(self) -> None:
         """Queue the first attempt. Any thread."""
-        self.runs_as(self._node.pool.submit(lambda: self.attempt(self._attempt)))
+        nbytes = sum(len(ids) * self._cache.block_bytes[name] for name, ids in self._dst_lists.items())
+        job = self._node.pool.submit(lambda: self.attempt(self._attempt))
+        self.runs_as(job, short=nbytes <= moves.PIECE_BYTES)
 
     def _attempt(self) -> None:
         if self.done() or self.stopping:

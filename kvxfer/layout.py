@@ -125,9 +125,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         if not 1 <= self.nbytes <= MAX_RECORD_BYTES:
-            raise InvalidLayout(
-                f"record {self.tag!r}: nbytes must be 1 to {MAX_RECORD_BYTES}, got {self.nbytes}"
-            )
+            raise InvalidLayout(f"record {self.tag!r}: nbytes must be 1 to {MAX_RECORD_BYTES}, got {self.nbytes}")
         names = [plane.name for plane in self.planes]
         if len(set(names)) != len(names):
             raise InvalidLayout(f"record {self.tag!r}: plane names must be unique, got {names}")

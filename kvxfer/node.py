@@ -26,6 +26,7 @@ from kvxfer.control.messages import (
     CacheInfo,
     Claim,
     Description,
+    Ended,
     Identity,
     Message,
     Pull,
@@ -34,6 +35,7 @@ from kvxfer.control.messages import (
     Release,
     Renew,
     Sources,
+    Stop,
 )
 from kvxfer.directory import Directory
 from kvxfer.errors import Cancelled, Closed, InvalidRequest, InvalidTicket, KvxferError, PeerGone
@@ -203,6 +205,7 @@ class Node:
                 peer.link.close()
         for backend in self.backends.values():
             backend.close()
+        self.caches.clear()  # a connector that is kept should not keep the caches' memory
 
     def _close_channel(self) -> None:
         if self.directory.channel is not None:
@@ -276,15 +279,15 @@ class Node:
         InvalidRequest, LeaseTableFull.
         """
         ticket = promise.ticket
+        table = self.table
         with self._lock:
-            kept = self.promises.setdefault(ticket.slot, promise)
-        try:
-            self.table.publish(ticket.slot, ticket.lease, record)
-        except KvxferError:
-            if kept is promise:
-                self.promises.pop(ticket.slot, None)
-            raise
-        self.promises[ticket.slot] = promise
+            self.promises.setdefault(ticket.slot, promise)
+            try:
+                table.publish(ticket.slot, ticket.lease, record)
+            except KvxferError:
+                if self.promises[ticket.slot] is promise:
+                    del self.promises[ticket.slot]
+                raise
         if isinstance(promise, Lease):
             if (ticket.slot, ticket.lease) in self._early_releases:
                 self.progress.post(lambda: self._apply_early_releases(promise))
@@ -364,14 +367,17 @@ class Node:
     def session_opened(self, session: Session) -> None:
         self.directory.session_opened(session)
 
+    def session_lost(self, session: Session, reason: PeerGone) -> None:
+        self.directory.session_lost(session, reason)
+
     def session_closed(self, session: Session, reason: PeerGone) -> None:
         self.directory.session_closed(session, reason)
 
     def message_received(self, session: Session, message: Message) -> None:
         peer = self.directory.peers.get(session)
         if peer is None:
-            return
-        if isinstance(message, Description):
+            self._wind_up(session, message)
+        elif isinstance(message, Description):
             self.directory.described(session, message)
         elif isinstance(message, Release):
             self._released(message)
@@ -382,9 +388,18 @@ class Node:
         elif isinstance(message, (Pull, Claim)):
             self._serve(peer, message)
         else:
-            conversation = peer.conversations.get(getattr(message, "transfer", None))
-            if conversation is not None:  # else it has ended on this side
-                conversation.handle(message)
+            _converse(peer, message)
+
+    def _wind_up(self, session: Session, message: Message) -> None:
+        """A peer that was silent for too long goes on: only the end of what was under way is of interest."""
+        peer = self.directory.lost.get(session)
+        if peer is None:
+            return
+        if isinstance(message, (Pull, Claim)):
+            reason = "the session was silent for too long; dial again"
+            peer.session.send(Refused(transfer=message.transfer, error=PeerGone.__name__, reason=reason))
+        elif isinstance(message, (Ended, Stop, Refused)):
+            _converse(peer, message)
 
     def _serve(self, peer: Peer, message: Pull | Claim) -> None:
         try:
@@ -400,21 +415,30 @@ class Node:
         except KvxferError as error:
             peer.session.send(Refused(transfer=message.transfer, error=type(error).__name__, reason=str(error)))
 
-    def when_dead(self, peer: Peer, call: Callable[[], None]) -> None:
+    def when_dead(self, peer: Peer, call: Callable[[], None], settled: Callable[[], bool]) -> None:
         """Run `call` once the peer is known to write nothing more: it said goodbye, or its process has ended.
 
-        A peer that is merely silent may wake up and go on writing, so silence is not enough.
+        A peer that is merely silent may wake up and go on writing, so silence is not enough. Gives up looking once
+        `settled`: the peer has woken up and said itself that it stopped.
         """
         self.quarantined += 1
 
         def look() -> None:
-            if peer.session.said_bye or peer.is_dead():
+            if settled():
+                self.quarantined -= 1
+            elif peer.session.said_bye or peer.is_dead():
                 self.quarantined -= 1
                 call()
             else:
                 self.progress.call_later(_DEAD_POLL_S, look)
 
         look()
+
+
+def _converse(peer: Peer, message: Message) -> None:
+    conversation = peer.conversations.get(getattr(message, "transfer", None))
+    if conversation is not None:  # else it has ended on this side
+        conversation.handle(message)
 
 
 def _bytes_of(memory: Registration) -> np.ndarray:

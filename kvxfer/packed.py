@@ -19,7 +19,7 @@ import numpy as np
 
 from kvxfer.control.messages import Chunk as ChunkMessage
 from kvxfer.control.messages import Credit, PackedOffer
-from kvxfer.errors import BackendError, KvxferError
+from kvxfer.errors import BackendError, KvxferError, as_kvxfer_error
 from kvxfer.formats import HEADER_BYTES, ChunkHeader, checksum
 from kvxfer.kernels import PreparedPackedPlan
 from kvxfer.plan import Chunk
@@ -29,6 +29,7 @@ from kvxfer.transfer import Transfer
 
 if TYPE_CHECKING:
     from kvxfer.node import Node
+
 
 def borrow(node: Node, stages: Sequence[PreparedPackedPlan], granted: Callable[[Loan], None]) -> object:
     """Ask for the staging that a receiving side needs: as many chunks as pay, and no more than there are bytes.
@@ -127,8 +128,8 @@ class PackedSource:
             error = None
             try:
                 self._pack(stage, index, chunk, address)
-            except KvxferError as failure:
-                error = failure
+            except Exception as failure:  # whatever it is, the peer waits to hear
+                error = as_kvxfer_error(failure)
             self._node.progress.post(lambda: gathered(error))
 
         def gathered(error: KvxferError | None) -> None:
@@ -203,8 +204,8 @@ class PackedSink:
             error = None
             try:
                 self._unpack(message.stage, message.index, chunk, address)
-            except KvxferError as failure:
-                error = failure
+            except Exception as failure:  # whatever it is, the transfer must end
+                error = as_kvxfer_error(failure)
             self._node.progress.post(lambda: scattered(error))
 
         def scattered(error: KvxferError | None) -> None:

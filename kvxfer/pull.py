@@ -66,7 +66,7 @@ class PullLeg:
             self._cache.bases,
             loan,
             dropped=self._give_back,
-            complete=self._fetch.leg_moved,
+            complete=self._completed,
         )
         self._peer.conversations[self._id] = self
         self._asked = True
@@ -106,7 +106,7 @@ class PullLeg:
 
     def peer_gone(self, reason: PeerGone) -> None:
         self._fetch.abort(reason)
-        self._node.when_dead(self._peer, self._writer_is_dead)
+        self._node.when_dead(self._peer, self._writer_is_dead, settled=lambda: self._loan is None)
 
     def stop(self) -> None:
         """The fetch was aborted: have the publisher stop writing into the staging."""
@@ -114,6 +114,10 @@ class PullLeg:
             self._peer.session.send(Stop(transfer=self._id))
         elif self._line is not None and not self._asked:
             self._node.staging.forget(self._line)
+
+    def _completed(self) -> None:
+        self._writer_ended = True  # every chunk has come, and each is written once
+        self._fetch.leg_moved()
 
     def _writer_is_dead(self) -> None:
         self._writer_ended = True

@@ -51,9 +51,7 @@ def paged_record(
     position = 0
     for section in sections:
         content = sum(field.nbytes for field in section)
-        entry_stride, head_stride = (
-            (heads * content, content) if order == "NHD" else (content, entries * content)
-        )
+        entry_stride, head_stride = (heads * content, content) if order == "NHD" else (content, entries * content)
         offset = position
         for field in section:
             planes.append(
@@ -113,9 +111,7 @@ def kv_sections(kv_dtype: str, head_dim: int, *, together: bool) -> Sections:
     else:
         dtype = "float8_e4m3fn" if kv_dtype == "fp8" else kv_dtype
         if dtype not in DTYPE_BYTES:
-            raise InvalidLayout(
-                f"unknown dtype {dtype!r}; known are {', '.join((*QUANTISED_KV, *DTYPE_BYTES))}"
-            )
+            raise InvalidLayout(f"unknown dtype {dtype!r}; known are {', '.join((*QUANTISED_KV, *DTYPE_BYTES))}")
         halves = [(Field(n, dtype, head_dim * DTYPE_BYTES[dtype]),) for n in "kv"]
     return (halves[0] + halves[1],) if together else (halves[0], halves[1])
 
@@ -210,9 +206,7 @@ LATENT: dict[str, Sections] = {
     "mla.fp8": ((Field("latent", E4M3, 512), Field("rope", E4M3, 64)),),  # per tensor
     # DeepSeek-V3.2 (vLLM flashmla_sparse): scales per 128 channels; per 16 and permuted (s at 8 * (s % 4) + s
     # // 4).
-    "v32.fp8_ds_mla.656": (
-        (Field("latent", E4M3, 512), Field("latent_scale", F32, 16), Field("rope", BF16, 128)),
-    ),
+    "v32.fp8_ds_mla.656": ((Field("latent", E4M3, 512), Field("latent_scale", F32, 16), Field("rope", BF16, 128)),),
     "v32.nvfp4_ds_mla.352": (
         (Field("latent", E2M1, 256), Field("rope", E4M3, 64), Field("latent_scale", f"{E4M3}.perm4x8", 32)),
     ),
@@ -244,17 +238,13 @@ def latent_record(name: str, *, entries: int, tokens_per_entry: int = 1, page_mu
     """The record called `name` in LATENT or INDEXER; a compressed one has ``.r<ratio>`` in its tag."""
     sections = LATENT.get(name) or INDEXER[name]
     tag = name if tokens_per_entry == 1 else f"{name}.r{tokens_per_entry}"
-    return paged_record(
-        tag, sections, entries=entries, tokens_per_entry=tokens_per_entry, page_multiple=page_multiple
-    )
+    return paged_record(tag, sections, entries=entries, tokens_per_entry=tokens_per_entry, page_multiple=page_multiple)
 
 
 def compressor_state_record(name: str, *, rows: int, row_floats: int, page_multiple: int = 1) -> Record:
     """fp32 rows of an unfinished compressed entry, keys and scores (vLLM deepseek_v4/compressor)."""
     field = Field("pending", f"{F32}.{name}", 4 * row_floats)
-    return paged_record(
-        f"state.{name}.{4 * row_floats}", ((field,),), entries=rows, page_multiple=page_multiple
-    )
+    return paged_record(f"state.{name}.{4 * row_floats}", ((field,),), entries=rows, page_multiple=page_multiple)
 
 
 def gated_delta_record(
@@ -278,9 +268,7 @@ def gated_delta_record(
     this sequence in a page.
     """
     if key_heads % tp or value_heads % tp:
-        raise InvalidLayout(
-            f"{key_heads} key and {value_heads} value heads cannot be divided over {tp} ranks"
-        )
+        raise InvalidLayout(f"{key_heads} key and {value_heads} value heads cannot be divided over {tp} ranks")
     size, state_size = DTYPE_BYTES[dtype], DTYPE_BYTES[state_dtype]
     parts = (
         ("conv_q", key_heads, key_dim),

@@ -145,9 +145,11 @@ class Peer:
         return self.link.open(region.handles[self.backend], region.nbytes)
 
     def gone(self, reason: PeerGone) -> None:
-        """The session has ended: every conversation learns of it. The link stays, to tell whether the process lives."""
-        conversations, self.conversations = self.conversations, {}
-        for conversation in conversations.values():
+        """The session has ended: every conversation learns of it, and stays until its peer is known to write no more.
+
+        The link stays, too, to tell whether the process lives.
+        """
+        for conversation in list(self.conversations.values()):
             try:
                 conversation.peer_gone(reason)
             except KvxferError:

@@ -144,7 +144,7 @@ class Receive:
         if self._written:
             return
         self._reservation.abort(reason)
-        self._node.when_dead(self._peer, self._sender_stopped)
+        self._node.when_dead(self._peer, self._sender_stopped, settled=lambda: not self._writing)
 
     def _ended(self, message: Ended) -> None:
         if message.error:

@@ -107,7 +107,7 @@ class Send(Transfer):
     def start(self) -> None:
         """Queue the first attempt. Any thread."""
         self.arm()
-        self.runs_as(self._node.pool.submit(lambda: self.attempt(self._attempt)))
+        self.runs_as(self._node.pool.submit(lambda: self.attempt(self._attempt)), short=True)
 
     # --- finding the reservation (mover thread) -------------------------------------------------------------
 
@@ -223,8 +223,7 @@ class Send(Transfer):
             self.abort(error)
 
     def peer_gone(self, reason: PeerGone) -> None:
-        """The session has ended."""
-        self._said_end = True
+        """The session has ended. If it was only lost, the receiver still hears when this side has stopped."""
         self.abort(reason)
 
     def _write(self, grant: Grant) -> None:

@@ -127,9 +127,7 @@ def size(layout: CacheLayout, *, tokens: int, concurrency: int = CONCURRENCY) ->
         concurrency=concurrency,
         bytes_per_token=_number(bytes_per_token(layout)),
         stored_bytes_per_token=_number(stored_bytes_per_token(layout)),
-        block_stride_bytes=max(
-            (block_stride(group) for group in _growing(layout) or layout.groups), default=0
-        ),
+        block_stride_bytes=max((block_stride(group) for group in _growing(layout) or layout.groups), default=0),
         window_bytes_per_request=fixed - state,
         state_bytes_per_request=state,
         fixed_bytes_per_request=fixed,

@@ -60,11 +60,7 @@ def layout_from_tensors(
     """
     if not tensors:
         raise InvalidLayout("from_tensors needs at least one tensor")
-    specs = (
-        {"full": groups or TensorGroup()}
-        if groups is None or isinstance(groups, TensorGroup)
-        else dict(groups)
-    )
+    specs = {"full": groups or TensorGroup()} if groups is None or isinstance(groups, TensorGroup) else dict(groups)
     arrays = {name: _array(name, tensor) for name, tensor in tensors.items()}
     regions = _regions(arrays)
     records: dict[str, Record] = {}
@@ -78,9 +74,7 @@ def layout_from_tensors(
         used.update(layers)
         built.append(_group(name, spec, {layer: arrays[layer] for layer in layers}, regions, records))
     if arrays.keys() - used:
-        raise InvalidLayout(
-            f"tensors {sorted(arrays.keys() - used)} are in no group; add them, or do not pass them"
-        )
+        raise InvalidLayout(f"tensors {sorted(arrays.keys() - used)} are in no group; add them, or do not pass them")
     return CacheLayout(
         regions=tuple(regions),
         records=tuple(records.values()),
@@ -113,13 +107,10 @@ def _array(name: str, tensor: Any) -> _Array:
         found = _torch(tensor) if hasattr(tensor, "data_ptr") else _by_interface(tensor)
     except (AttributeError, KeyError, TypeError) as error:
         raise InvalidLayout(
-            f"tensor {name!r}: expected an array with shape, strides and an address, got "
-            f"{type(tensor).__name__}"
+            f"tensor {name!r}: expected an array with shape, strides and an address, got {type(tensor).__name__}"
         ) from error
     if 0 in found.shape or min(found.strides, default=0) < 0:
-        raise InvalidLayout(
-            f"tensor {name!r}: empty or reversed, with shape {found.shape}, strides {found.strides}"
-        )
+        raise InvalidLayout(f"tensor {name!r}: empty or reversed, with shape {found.shape}, strides {found.strides}")
     return found
 
 
@@ -167,14 +158,10 @@ def _regions(arrays: Mapping[str, _Array]) -> list[Region]:
         last = regions[-1] if regions else None
         if last and last.device == array.device and array.address < end:
             end = max(end, array.storage[1])
-            regions[-1] = Region(
-                name=last.name, nbytes=end - last.address, device=last.device, address=last.address
-            )
+            regions[-1] = Region(name=last.name, nbytes=end - last.address, device=last.device, address=last.address)
         else:
             end = array.storage[1]
-            regions.append(
-                Region(name=name, nbytes=end - array.address, device=array.device, address=array.address)
-            )
+            regions.append(Region(name=name, nbytes=end - array.address, device=array.device, address=array.address))
     return regions
 
 
@@ -211,9 +198,7 @@ def _group(
         piece
         for layer, array in arrays.items()
         for piece in (
-            _given(layer, spec, array, read[layer])
-            if spec.record
-            else _from_axes(layer, spec, array, read[layer])
+            _given(layer, spec, array, read[layer]) if spec.record else _from_axes(layer, spec, array, read[layer])
         )
     ]
     block_tokens = _block_tokens(name, spec, read, pieces)
@@ -266,17 +251,10 @@ def _read_axes(layer: str, spec: TensorGroup, array: _Array) -> _Axes:
     axes = spec.axes.replace("D", "C")
     if spec.record:
         if "B" not in axes or axes.index("B") >= len(array.shape):
-            raise InvalidLayout(
-                f"tensor {layer!r}: axes {spec.axes!r} must name the block axis of {array.shape}"
-            )
+            raise InvalidLayout(f"tensor {layer!r}: axes {spec.axes!r} must name the block axis of {array.shape}")
         axis = axes.index("B")
         return _Axes({"B": array.shape[axis]}, {"B": array.strides[axis]})
-    if (
-        len(axes) != len(array.shape)
-        or len(set(axes)) != len(axes)
-        or set(axes) - set("B2NHC")
-        or "B" not in axes
-    ):
+    if len(axes) != len(array.shape) or len(set(axes)) != len(axes) or set(axes) - set("B2NHC") or "B" not in axes:
         raise InvalidLayout(
             f"tensor {layer!r}: axes {spec.axes!r} must name each dimension of shape {array.shape} once, by "
             "B (block), N (token), H (head), 2 (keys and values) and C (content)"
@@ -284,13 +262,9 @@ def _read_axes(layer: str, spec: TensorGroup, array: _Array) -> _Axes:
     counts = dict(zip(axes, array.shape, strict=True))
     strides = dict(zip(axes, array.strides, strict=True))
     if counts.get("2", 2) != 2:
-        raise InvalidLayout(
-            f"tensor {layer!r}: axis 2 of {spec.axes!r} has {counts['2']} entries, not keys and values"
-        )
+        raise InvalidLayout(f"tensor {layer!r}: axis 2 of {spec.axes!r} has {counts['2']} entries, not keys and values")
     if "C" in axes and counts["C"] > 1 and strides["C"] != array.itemsize:
-        raise InvalidLayout(
-            f"tensor {layer!r}: content must be contiguous, its stride is {strides['C']} bytes"
-        )
+        raise InvalidLayout(f"tensor {layer!r}: content must be contiguous, its stride is {strides['C']} bytes")
     return _Axes(counts, strides)
 
 
@@ -326,15 +300,11 @@ def _from_axes(layer: str, spec: TensorGroup, array: _Array, axes: _Axes) -> lis
                 planes=tuple(planes),
                 padding=_gaps(planes, nbytes, spec.padding) if spec.padding else (),
             )
-            pieces.append(
-                _Piece(layer=layer, address=array.address + offset, block_stride=strides["B"], record=record)
-            )
+            pieces.append(_Piece(layer=layer, address=array.address + offset, block_stride=strides["B"], record=record))
     return pieces
 
 
-def _planes(
-    spec: TensorGroup, array: _Array, axes: _Axes, half: int | None, head: int | None
-) -> Iterator[Plane]:
+def _planes(spec: TensorGroup, array: _Array, axes: _Axes, half: int | None, head: int | None) -> Iterator[Plane]:
     counts, strides = axes
     size, elements = array.itemsize, axes.counts.get("C", 1)
     if spec.content is not None:
@@ -379,9 +349,7 @@ def _tag(
 ) -> str:
     order = sorted((axis for axis in counts if axis != "B"), key=lambda axis: -strides[axis])
     shape = "x".join(f"{axis}{counts[axis]}" for axis in order)
-    part = ("" if half is None else f".{'kv'[half]}") + (
-        "" if head is None else f".h{spec.head_start + head}"
-    )
+    part = ("" if half is None else f".{'kv'[half]}") + ("" if head is None else f".h{spec.head_start + head}")
     content = "" if spec.content is None else "." + "+".join(spec.content)
     return f"{array.dtype}.{shape}{content}{part}"
 
@@ -395,9 +363,7 @@ def _block_tokens(name: str, spec: TensorGroup, read: Mapping[str, _Axes], piece
     found = {plane.entries * plane.tokens_per_entry for plane in planes}
     found |= {axes.counts["N"] for axes in read.values() if "N" in axes.counts}
     if len(found) != 1:
-        raise InvalidLayout(
-            f"group {name!r}: the arrays say blocks of {sorted(found)} tokens; pass block_tokens"
-        )
+        raise InvalidLayout(f"group {name!r}: the arrays say blocks of {sorted(found)} tokens; pass block_tokens")
     return found.pop()
 
 
@@ -463,6 +429,4 @@ def _widen(record: Record, nbytes: int, name: str) -> Record:
 def _keep(records: dict[str, Record], record: Record) -> None:
     known = records.setdefault(record.tag, record)
     if known != record:
-        raise InvalidLayout(
-            f"record tag {record.tag!r} stands for two byte layouts; pass records with other tags"
-        )
+        raise InvalidLayout(f"record tag {record.tag!r} stands for two byte layouts; pass records with other tags")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvxfer.errors import BackendError, Cancelled, DeadlineExceeded, InvalidRequest, KvxferError
+from kvxfer.errors import Cancelled, DeadlineExceeded, InvalidRequest, KvxferError, as_kvxfer_error
 from kvxfer.progress import Job, ProgressThread
 
 _log = logging.getLogger(__name__)
@@ -90,6 +90,7 @@ class Transfer:
         self._armed = False
         self._waiting_for = ""
         self._job: Job | None = None
+        self._job_is_short = False
         self._stats = TransferStats()
         self._moved_bytes = 0
         self._started = time.monotonic()
@@ -129,9 +130,8 @@ class Transfer:
         """
         if self._progress.is_current:
             raise InvalidRequest("wait() was called on the progress thread (in a callback), which it would block")
-        job = self._job
-        if job is not None:
-            job.run()
+        if self._job is not None and (timeout_s is None or self._job_is_short):
+            self._job.run()
         timeout_s = max(0.0, self.remaining_s) + _DRAIN_S if timeout_s is None else timeout_s
         until = time.monotonic() + timeout_s
         while not self.done():
@@ -245,14 +245,14 @@ class Transfer:
         """Run a step of the transfer; what it raises ends the transfer."""
         try:
             call()
-        except KvxferError as error:
-            self.abort(error)
-        except Exception as error:  # a bug, but whoever waits must learn of it
-            _log.exception("unexpected error in %r", self)
-            self.abort(BackendError(f"unexpected {type(error).__name__}: {error}"))
+        except Exception as error:
+            if not isinstance(error, KvxferError):
+                _log.exception("unexpected error in %r", self)
+            self.abort(as_kvxfer_error(error))
 
-    def runs_as(self, job: Job | None) -> None:
-        """The job that a waiting thread may run itself."""
+    def runs_as(self, job: Job, *, short: bool) -> None:
+        """The job that a waiting thread may run itself; one that is not short would outlast a short wait."""
+        self._job_is_short = short
         self._job = job
 
     def begin(self) -> bool:

@@ -22,6 +22,7 @@ import re
 import secrets
 import subprocess
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -33,6 +34,7 @@ _log = logging.getLogger(__name__)
 
 DIRECTORY = Path("/dev/shm")
 _NAME = re.compile(r"kvxfer-\d+-\d+-[0-9a-f]{16}-\d+")
+_FRESH_S = 60.0
 PAGE_BYTES = mmap.PAGESIZE
 
 
@@ -198,7 +200,9 @@ def remove_orphans() -> list[str]:
     """Remove this user's segments whose owners are gone; returns their names."""
     removed = []
     for path in DIRECTORY.glob(f"kvxfer-{os.getuid()}-*"):
-        if not _NAME.fullmatch(path.name):
+        # One that is just being made has no lock for a moment.
+        fresh = path.name.endswith(".new") and time.time() - path.lstat().st_mtime < _FRESH_S
+        if fresh or not _NAME.fullmatch(path.name.removesuffix(".new")):
             continue
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvxfer import _native
 from kvxfer.backends.base import Backend, Capabilities, Direction, Link, Operation, Registration, RemoteRegion
-from kvxfer.backends.segments import Segment, find_segment, open_segment, owner_is_gone
+from kvxfer.backends.segments import Mapping, Segment, find_segment, open_segment, owner_is_gone
 from kvxfer.errors import BackendError, PeerGone
 
 _NONCE_BYTES = 16
@@ -95,12 +95,10 @@ class SharedMemoryBackend(Backend):
 class _SharedMemoryLink(Link):
     def __init__(self, hello: _Hello) -> None:
         self._pid = hello.pid
-        self._fds: dict[str, int] = {}
-        self._finalizer = weakref.finalize(self, _close_all, self._fds)
-        self._mappings = {}
+        self._mappings: dict[str, Mapping] = {}
         self._closed = False
-        identity = self._map(hello.segment)
-        self._identity_fd = self._fds[hello.segment]
+        identity, self._identity_fd = open_segment(hello.segment)
+        self._finalizer = weakref.finalize(self, os.close, self._identity_fd)
         if len(hello.nonce) != _NONCE_BYTES or identity.array()[:_NONCE_BYTES].tobytes() != hello.nonce:
             self.close()
             raise BackendError(f"segment {hello.segment} does not belong to the peer: another host or container?")
@@ -146,9 +144,10 @@ class _SharedMemoryLink(Link):
         self._finalizer()
         self._mappings.clear()
 
-    def _map(self, name: str):
+    def _map(self, name: str) -> Mapping:
         if name not in self._mappings:
-            self._mappings[name], self._fds[name] = open_segment(name)
+            self._mappings[name], fd = open_segment(name)
+            os.close(fd)  # the mapping needs none, and an engine may register many regions
         return self._mappings[name]
 
     def _try_reading(self) -> str:
@@ -159,11 +158,6 @@ class _SharedMemoryLink(Link):
         if code:
             return f"process_vm_readv: {os.strerror(code)}"
         return "" if seen.tobytes() == self._nonce else "process_vm_readv reaches another process (PID namespaces?)"
-
-
-def _close_all(fds: dict[str, int]) -> None:
-    while fds:
-        os.close(fds.popitem()[1])
 
 
 class _Moved(Operation):

@@ -49,6 +49,9 @@ class Listener(Protocol):
     def message_received(self, session: Session, message: Message) -> None:
         """A message of an open session."""
 
+    def session_lost(self, session: Session, reason: PeerGone) -> None:
+        """A peer has been silent for too long. What it still says about earlier transfers is delivered."""
+
     def session_closed(self, session: Session, reason: PeerGone) -> None:
         """A session has ended; it sends nothing more."""
 
@@ -59,6 +62,7 @@ class Session:
     def __init__(self, channel: Channel, session_id: bytes, identity: Identity, keys: tuple[bytes, bytes]) -> None:
         self.identity = identity
         self.open = True
+        self.lost = False  # silent for too long: kept only so that what was under way can be wound up
         self.said_bye = False  # the peer closed in an orderly way: it writes nothing more
         self.id = session_id
         self.last_received = self.last_sent = time.monotonic()
@@ -67,6 +71,11 @@ class Session:
         self._sent = self._received = 0
         self.socket: zmq.Socket | None = None  # the DEALER of a session that this side dialled
         self.route: bytes | None = None  # the ROUTER's address of a session that the peer dialled
+
+    @property
+    def hears(self) -> int:
+        """The kind of frames that this end receives."""
+        return _FROM_LISTENER if self.socket is not None else _FROM_DIALER
 
     def send(self, message: Message) -> None:
         """Send, without blocking. A peer that takes no messages loses its session; a closed session drops."""
@@ -122,7 +131,8 @@ class Channel:
         self._heartbeat_s, self._peer_timeout_s = heartbeat_s, peer_timeout_s
         self._context = zmq.Context()
         self._router: zmq.Socket | None = None
-        self._sessions: dict[bytes, Session] = {}
+        # By id and by who sends: a connector that dials itself holds both ends of a session.
+        self._sessions: dict[tuple[bytes, int], Session] = {}
         self._unconfirmed: collections.OrderedDict[bytes, Session] = collections.OrderedDict()
         self._dials: dict[zmq.Socket, _Dial] = {}
         self._heart: Timer | None = None
@@ -183,8 +193,9 @@ class Channel:
     def drop(self, session: Session, reason: PeerGone) -> None:
         """End a session without a word to the peer."""
         session.open = False
-        confirmed = self._sessions.pop(session.id, None) is not None
-        self._unconfirmed.pop(session.id, None)
+        confirmed = self._sessions.pop((session.id, session.hears), None) is not None
+        if self._unconfirmed.get(session.id) is session:
+            del self._unconfirmed[session.id]
         if session.socket is not None:
             self._progress.unwatch(session.socket)
             session.socket.close()
@@ -238,14 +249,16 @@ class Channel:
             self._take_handshake(socket, route, header, seal, payload)
             return
         messages.check_protocol(version)
-        session = self._sessions.get(session_id) or self._unconfirmed.get(session_id)
-        if session is None or kind != (_FROM_LISTENER if route is None else _FROM_DIALER):
+        session = self._sessions.get((session_id, kind))
+        if session is None and kind == _FROM_DIALER:
+            session = self._unconfirmed.get(session_id)
+        if session is None or (route is None) != (session.socket is not None):
             raise AuthenticationError("a message of no open session")
         session.unseal(header, sequence, seal, payload)
         if route is not None:
             session.route = route
         message = messages.decode(payload)
-        if session_id in self._unconfirmed:
+        if self._unconfirmed.get(session_id) is session:
             self._confirm(self._unconfirmed.pop(session_id))
         self._deliver(session, message)
 
@@ -310,7 +323,7 @@ class Channel:
         self._listener.session_opened(session)
 
     def _register(self, session: Session) -> None:
-        self._sessions[session.id] = session
+        self._sessions[session.id, session.hears] = session
         if self._heart is None:
             self._heart = self._progress.call_later(self._heartbeat_s / 2, self._beat)
 
@@ -328,8 +341,12 @@ class Channel:
         now = time.monotonic()
         for session in list(self._sessions.values()):
             silent = now - session.last_received
+            if session.lost:
+                continue
             if silent > self._peer_timeout_s:
-                self.drop(session, PeerGone(f"nothing heard from {session.identity.name} for {silent:.1f} s"))
+                session.lost = True
+                reason = f"nothing heard from {session.identity.name} for {silent:.1f} s"
+                self._listener.session_lost(session, PeerGone(reason))
             elif now - session.last_sent >= self._heartbeat_s:
                 session.send(Ping())
         self._heart = self._progress.call_later(self._heartbeat_s / 2, self._beat) if self._sessions else None

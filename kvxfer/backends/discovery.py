@@ -1,0 +1,64 @@
+"""Which backends there are, and starting them. Backends are found by the entry-point group ``kvxfer.backends``.
+
+Imports base.py and errors.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+
+from kvxfer.backends.base import Backend
+from kvxfer.errors import BackendError, InvalidRequest, KvxferError, NoCommonBackend, ResourceExhausted
+
+GROUP = "kvxfer.backends"
+PREFERENCE = ("cuda_ipc", "shm", "nixl", "nccl")  # of the backends that both ends have; others come after
+
+
+def start_backends(wanted: str | Backend | Sequence[str | Backend]) -> tuple[dict[str, Backend], dict[str, str]]:
+    """The backends that run, by name and in order of preference, and why others could not be started.
+
+    `wanted` is "auto" (all that can be started), a name or an instance, or several of these, which then must all
+    start. Raises InvalidRequest for an unknown name, NoCommonBackend when none runs, and what a backend raises.
+    """
+    entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
+    if isinstance(wanted, str) and wanted == "auto":
+        return _start_all(entries)
+    started: dict[str, Backend] = {}
+    try:
+        for item in [wanted] if isinstance(wanted, (str, Backend)) else wanted:
+            backend = item if isinstance(item, Backend) else _start(entries, item)
+            started[backend.name] = backend
+    except KvxferError:
+        for backend in started.values():
+            backend.close()
+        raise
+    if not started:
+        raise InvalidRequest("backends must name one or more; 'auto' takes all that can be started")
+    return started, {}
+
+
+def _start_all(entries: dict[str, importlib.metadata.EntryPoint]) -> tuple[dict[str, Backend], dict[str, str]]:
+    started: dict[str, Backend] = {}
+    errors: dict[str, KvxferError] = {}
+    for name in [name for name in PREFERENCE if name in entries] + sorted(entries.keys() - set(PREFERENCE)):
+        try:
+            started[name] = _start(entries, name)
+        except KvxferError as error:
+            errors[name] = error
+    if not started:
+        for error in errors.values():
+            if isinstance(error, ResourceExhausted):
+                raise error
+        reasons = "".join(f"\n  - {name}: {error}" for name, error in errors.items())
+        raise NoCommonBackend(f"no backend could be started:{reasons}")
+    return started, {name: str(error) for name, error in errors.items()}
+
+
+def _start(entries: dict[str, importlib.metadata.EntryPoint], name: str) -> Backend:
+    if name not in entries:
+        raise InvalidRequest(f"unknown backend {name!r}; installed are {', '.join(sorted(entries)) or 'none'}")
+    try:
+        return entries[name].load()()
+    except ImportError as error:
+        raise BackendError(f"backend {name!r} cannot be loaded: {error}") from error

@@ -1,0 +1,61 @@
+"""The CUDA half of the door to csrc: plans carried out on GPUs, and the little of CUDA's runtime that transfers need.
+
+Importing this package touches no driver and loads no extension; the first call does. Where the extension was not
+built, that call raises MissingExtra; where there is no driver or no GPU, BackendError with CUDA's own name for it.
+Imports NumPy, plan and errors; never torch or CuPy. Addresses, streams and events are plain integers.
+"""
+
+from kvxfer.cuda.digest import checksum, checksum_on_device
+from kvxfer.cuda.native import CudaError, available, why_unavailable
+from kvxfer.cuda.plan import PreparedCudaPlan
+from kvxfer.cuda.runtime import (
+    DeviceMemory,
+    Event,
+    PinnedMemory,
+    Stream,
+    address_range,
+    can_access_peer,
+    close_memory,
+    compute_capability,
+    copy_bytes,
+    copy_bytes_batch,
+    copy_bytes_peer,
+    current_device,
+    device_count,
+    driver_version,
+    enable_peer_access,
+    export_memory,
+    open_memory,
+    set_bytes,
+    sm_count,
+    stream_address,
+)
+
+__all__ = [
+    "CudaError",
+    "DeviceMemory",
+    "Event",
+    "PinnedMemory",
+    "PreparedCudaPlan",
+    "Stream",
+    "address_range",
+    "available",
+    "can_access_peer",
+    "checksum",
+    "checksum_on_device",
+    "close_memory",
+    "compute_capability",
+    "copy_bytes",
+    "copy_bytes_batch",
+    "copy_bytes_peer",
+    "current_device",
+    "device_count",
+    "driver_version",
+    "enable_peer_access",
+    "export_memory",
+    "open_memory",
+    "set_bytes",
+    "sm_count",
+    "stream_address",
+    "why_unavailable",
+]

@@ -1,0 +1,79 @@
+"""Sides of a transfer, here and in processes of their own, and the check that nothing of them is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from processes import Process, Side, descriptors, segments
+
+WAYS = ("mapped", "direct", "packed")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm() -> None:
+    """What a process keeps for good (the sweeper, the libraries' own descriptors) is there before anything is counted."""
+    Side("warm").close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(warm: None, caplog: pytest.LogCaptureFixture) -> Iterator[list[int]]:
+    """After each test: no thread, no descriptor, no segment of this process or of those in the list."""
+    gc.collect()
+    pids: list[int] = []
+    threads, fds = set(threading.enumerate()), descriptors()
+    yield pids
+    caplog.get_records("call").clear()  # they hold errors, whose tracebacks hold everything
+    ours = [os.getpid(), *pids]
+    nothing("segments", lambda: [name for pid in ours for name in segments(pid)])
+    nothing("threads", lambda: set(threading.enumerate()) - threads)
+    nothing("descriptors", lambda: dict(descriptors() - fds))
+
+
+def nothing(what: str, look: Callable[[], object], timeout_s: float = 3.0) -> None:
+    """Wait until `look` finds nothing."""
+    ends = time.monotonic() + timeout_s
+    while (found := (gc.collect(), look())[1]) and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert not found, f"{what} are left: {found}"
+
+
+@pytest.fixture
+def start(nothing_left: list[int]) -> Iterator[Callable[..., Process]]:
+    """Start a `Process`; ended after the test in whatever state it is."""
+    started: list[Process] = []
+
+    def start(name: str, **options: object) -> Process:
+        process = Process(name, **options)
+        started.append(process)
+        nothing_left.append(process.pid)
+        return process
+
+    yield start
+    for process in started:
+        process.discard()
+
+
+@pytest.fixture
+def here(nothing_left: list[int]) -> Iterator[Callable[..., Side]]:
+    """Open a `Side` in this process; closed after the test."""
+    opened: list[Side] = []
+
+    def here(name: str, **options: object) -> Side:
+        side = Side(name, **options)
+        opened.append(side)
+        return side
+
+    yield here
+    for side in opened:
+        side.close()
+    opened.clear()

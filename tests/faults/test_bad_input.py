@@ -1,0 +1,210 @@
+"""Every wrong argument is a typed error that says what was expected and seen, and writes nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from processes import until
+
+import kvxfer
+from kvxfer import Connector, Limits, errors
+
+pytestmark = pytest.mark.timeout(60)
+
+FETCH_ARGUMENTS = {
+    "unknown group": ({"into": {"ring": [3, 4]}}, errors.UnknownGroup, r"groups are \['full'\].*unknown \['ring'\]"),
+    "missing group": ({"into": {}}, errors.UnknownGroup, r"missing \['full'\]"),
+    "no mapping": ({"into": [3, 4]}, errors.InvalidRequest, "mapping from group name"),
+    "block beyond the end": ({"into": {"full": [3, 64]}}, errors.InvalidBlocks, "0 to 63, got 64"),
+    "negative block": ({"into": {"full": [-1, 4]}}, errors.InvalidBlocks, "0 to 63, got -1"),
+    "block twice": ({"into": {"full": [4, 4]}}, errors.InvalidBlocks, "block 4 stands more than once"),
+    "too many blocks": ({"into": {"full": [3, 4, 5]}}, errors.InvalidBlocks, "32 tokens lie in 2 blocks, got a list of 3"),
+    "block that is no integer": ({"into": {"full": [3.5, 4]}}, errors.InvalidBlocks, "integers, got float64"),
+    "nested list": ({"into": {"full": [[3, 4]]}}, errors.InvalidBlocks, "flat list"),
+    "huge block": ({"into": {"full": [3, 1 << 70]}}, errors.InvalidBlocks, "integers"),
+    "unknown wire format": ({"wire": "zip"}, errors.UnknownWireFormat, "'zip'; known are raw"),
+    "no time": ({"timeout_s": 0}, errors.InvalidRequest, "timeout_s must be positive, got 0"),
+}
+
+
+@pytest.mark.parametrize("what", FETCH_ARGUMENTS)
+def test_fetch_refuses_at_once_and_writes_nothing(here, what):
+    changes, kind, message = FETCH_ARGUMENTS[what]
+    prefill, decode = here("prefill", fill=1), here("decode")
+    ticket = prefill.publish([1, 2])
+    with pytest.raises(kind, match=message) as caught:
+        decode.cache.fetch(ticket, **({"into": {"full": [3, 4]}} | changes))
+    assert isinstance(caught.value, kvxfer.KvxferError)
+    assert not any(decode.blocks(list(range(64))))
+    assert decode.connector.metrics.transfers == 0
+    assert decode.fetch_now(ticket, [3, 4]) == "mapped"  # the ticket is still good
+
+
+PUBLISH_ARGUMENTS = {
+    "unknown group": ({"blocks": {"ring": [1]}}, errors.UnknownGroup, "groups are"),
+    "block beyond the end": ({"blocks": {"full": [1, 64]}}, errors.InvalidBlocks, "0 to 63, got 64"),
+    "too few blocks": ({"tokens": 33}, errors.InvalidBlocks, "33 tokens need the last 3 blocks of 3, got a list of 2"),
+    "too many blocks": ({"tokens": 16}, errors.InvalidBlocks, "16 tokens lie in 1 blocks, got a list of 2"),
+    "negative tokens": ({"tokens": -1}, errors.InvalidRequest, "tokens must be an integer of 0 or more, got -1"),
+    "tokens that are no integer": ({"tokens": 1.5}, errors.InvalidRequest, "tokens must be an integer"),
+    "no time to live": ({"ttl_s": 0}, errors.InvalidRequest, "ttl_s must be over 0 and at most 3600"),
+    "too much time to live": ({"ttl_s": 1e9}, errors.InvalidRequest, "max_ttl_s"),
+    "time that is no number": ({"ttl_s": float("nan")}, errors.InvalidRequest, "ttl_s"),
+    "long request id": ({"request_id": "r" * 257}, errors.InvalidRequest, "at most 256 bytes"),
+    "request id that is no str": ({"request_id": 7}, errors.InvalidRequest, "must be a str"),
+}
+
+
+@pytest.mark.parametrize("what", PUBLISH_ARGUMENTS)
+def test_publish_refuses_and_keeps_no_lease(here, what):
+    changes, kind, message = PUBLISH_ARGUMENTS[what]
+    prefill = here("prefill")
+    arguments = {"blocks": {"full": [1, 2]}, "tokens": 32} | changes
+    with pytest.raises(kind, match=message):
+        prefill.cache.publish(arguments.pop("blocks"), **arguments)
+    assert prefill.connector.metrics.leases == prefill.connector.metrics.lease_slots_in_use == 0
+
+
+def test_reserve_refuses_blocks_that_stand_twice(here):
+    receiver = here("receiver")
+    with pytest.raises(errors.InvalidBlocks, match="more than once"):
+        receiver.cache.reserve({"full": [4, 4]}, tokens=32)
+    assert receiver.connector.metrics.reservations == receiver.connector.metrics.lease_slots_in_use == 0
+
+
+def test_send_refuses_a_list_that_does_not_cover_the_tokens(here):
+    receiver, sender = here("receiver"), here("sender", fill=1)
+    ticket, _ = receiver.reserve([1, 2])
+    with pytest.raises(errors.InvalidBlocks, match="need the last 2 blocks"):
+        sender.cache.send(ticket, {"full": [1]})
+    assert not any(receiver.blocks([1, 2]))
+
+
+def test_unequal_fingerprints_are_told_factor_by_factor(start, here):
+    prefill = start("prefill", fill=1, layout={"fingerprint": {"model": "tiny", "revision": "b"}})
+    decode = here("decode", layout={"fingerprint": {"model": "tiny", "revision": "a"}})
+    with pytest.raises(errors.FingerprintMismatch, match=r"revision: ours 'a', theirs 'b'"):
+        decode.cache.fetch(prefill.publish([1]), into={"full": [1]}).wait(5)
+    assert not any(decode.blocks([1]))
+
+
+def test_unequal_layouts_are_told_field_by_field(start, here):
+    prefill, decode = start("prefill", fill=1, layout={"head_dim": 32}), here("decode")
+    with pytest.raises(errors.LayoutMismatch, match=r"l0.*source"):
+        decode.cache.fetch(prefill.publish([1]), into={"full": [1]}).wait(5)
+    assert not any(decode.blocks([1]))
+
+
+def test_a_send_between_unequal_fingerprints_writes_nothing(start, here):
+    receiver = start("receiver", layout={"fingerprint": {"model": "other"}})
+    sender = here("sender", fill=1)
+    with pytest.raises(errors.FingerprintMismatch, match="model"):
+        sender.cache.send(receiver.reserve([1])[0], {"full": [1]}).wait(5)
+    assert not any(receiver.blocks([1]))
+
+
+def test_a_cache_that_the_peer_does_not_have_is_named(start, here):
+    prefill, decode = start("prefill"), here("decode")
+    with Connector("scheduler", secret=b"a secret of the tests", engine="e") as other:
+        ticket = other.issue(decode.layout, {"full": [1]}, tokens=16)
+        with pytest.raises(errors.InvalidTicket, match="'kv'"):
+            decode.cache.fetch(ticket, into={"full": [1]}).wait(5)
+    assert prefill.metrics()["leases"] == 0
+
+
+def test_a_way_that_cannot_be_is_explained(start, here):
+    prefill, decode = start("prefill", shared=False), here("decode", ways=("mapped",))
+    with pytest.raises(errors.NoCommonBackend, match="shared_empty"):
+        decode.cache.fetch(prefill.publish([1]), into={"full": [1]}).wait(5)
+
+
+def test_everything_on_a_closed_connector_says_closed(here):
+    prefill, decode = here("prefill"), here("decode")
+    ticket, reservation = prefill.publish([1]), decode.reserve([1])[0]
+    layout, cache, connector = decode.layout, decode.cache, decode.connector
+    decode.close()
+    decode.close()
+    for call in (
+        lambda: cache.fetch(ticket, into={"full": [1]}),
+        lambda: cache.publish({"full": [1]}, tokens=16),
+        lambda: cache.reserve({"full": [1]}, tokens=16),
+        lambda: cache.send(reservation, {"full": [1]}),
+        lambda: connector.register(decode.arrays, layout, name="again"),
+        lambda: connector.issue(layout, {"full": [1]}, tokens=16),
+        lambda: connector.release(ticket),
+        lambda: connector.renew(ticket, 1),
+        lambda: connector.set_members({}),
+    ):
+        with pytest.raises(errors.Closed, match="'decode' is closed"):
+            call()
+    assert connector.metrics.transfers == 0
+
+
+@pytest.mark.parametrize(
+    ("arrays", "kind", "message"),
+    [
+        ({"l0": 8, "l1": 8}, errors.BufferTooSmall, r"the layout needs \d+ bytes, got 8"),
+        ({"l0": 8}, errors.InvalidLayout, "l1"),
+        ({"l0": 8, "l1": 8, "l2": 8}, errors.InvalidLayout, "l2"),
+    ],
+)
+def test_arrays_that_do_not_fit_the_layout_are_refused(here, arrays, kind, message):
+    side = here("side")
+    given = {name: np.zeros(nbytes, np.uint8) for name, nbytes in arrays.items()}
+    with pytest.raises(kind, match=message):
+        side.connector.register(given, side.layout, name="other")
+
+
+def test_two_caches_of_one_name_are_refused(here):
+    side = here("side")
+    with pytest.raises(errors.InvalidRequest, match="'kv' already"):
+        side.connector.register(side.arrays, side.layout)
+
+
+def test_blocks_in_read_only_memory_are_not_written(here):
+    prefill, decode = here("prefill"), here("decode")
+    frozen = {name: array.copy() for name, array in decode.arrays.items()}
+    for array in frozen.values():
+        array.flags.writeable = False
+    cache = decode.connector.register(frozen, decode.layout, name="frozen")
+    with pytest.raises(errors.InvalidRequest, match="read-only"):
+        cache.fetch(prefill.publish([1]), into={"full": [1]})
+
+
+def test_a_ring_smaller_than_one_chunk_says_how_large_it_must_be(start, here):
+    large_blocks = {"kv_heads": 32, "head_dim": 256, "num_blocks": 4}
+    small = {"limits": {"staging_bytes": 64, "chunk_bytes": 64}, "ways": ("packed",), "layout": large_blocks}
+    prefill, decode = start("prefill", **small), here("decode", **small)
+    with pytest.raises(errors.BufferTooSmall, match=r"staging_bytes to \d+"):
+        decode.cache.fetch(prefill.publish([1]), into={"full": [1]}).wait(5)
+    until(lambda: decode.connector.metrics.staging_lent_bytes == 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"secret": b"short"}, "16 bytes or more, got 5"),
+        ({"listen": "tcp://0.0.0.0:0", "secret": None}, "allow_unauthenticated"),
+        ({"listen": "tcp://0.0.0.0:0"}, "advertise="),
+        ({"listen": "nonsense"}, "listen"),
+        ({"ways": ("teleport",)}, "teleport"),
+        ({"ways": ()}, "ways"),
+        ({"backends": ["pigeon"]}, "pigeon"),
+        ({"rank": 2, "ranks": 2}, "rank must be 0 to 1, got 2"),
+    ],
+)
+def test_a_connector_that_cannot_be_leaves_nothing_behind(nothing_left, arguments, message):
+    with pytest.raises(errors.InvalidRequest, match=message):
+        Connector("wrong", **({"secret": b"a secret of the tests"} | arguments))
+
+
+def test_an_endpoint_in_use_is_refused_and_leaves_nothing_behind(here):
+    taken = here("first").endpoint()
+    with pytest.raises(errors.InvalidRequest, match="cannot listen"):
+        Connector("second", listen=taken, secret=b"a secret of the tests")
+
+
+@pytest.mark.parametrize("name", ["staging_bytes", "mover_threads", "heartbeat_s"])
+def test_limits_must_be_positive(name):
+    with pytest.raises(errors.InvalidRequest, match=f"{name} must be positive"):
+        Limits(**{name: 0})
