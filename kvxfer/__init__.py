@@ -14,7 +14,7 @@ _HOMES = {
     "Cache": "kvxfer.cache",
     "CacheLayout": "kvxfer.layout",
     "Connector": "kvxfer.connector",
-    "Fetch": "kvxfer.fetch",
+    "Fetch": "kvxfer.transfers.fetch",
     "Group": "kvxfer.layout",
     "GroupKind": "kvxfer.layout",
     "KvxferError": "kvxfer.errors",
@@ -25,15 +25,15 @@ _HOMES = {
     "Plane": "kvxfer.layout",
     "Record": "kvxfer.layout",
     "Region": "kvxfer.layout",
-    "Reservation": "kvxfer.reserve",
+    "Reservation": "kvxfer.transfers.reserve",
     "Role": "kvxfer.control.messages",
-    "Send": "kvxfer.send",
+    "Send": "kvxfer.transfers.send",
     "Slice": "kvxfer.layout",
-    "TensorGroup": "kvxfer.tensors",
+    "TensorGroup": "kvxfer.layout.tensors",
     "Ticket": "kvxfer.ticket",
-    "Transfer": "kvxfer.transfer",
-    "TransferState": "kvxfer.transfer",
-    "TransferStats": "kvxfer.transfer",
+    "Transfer": "kvxfer.transfers.transfer",
+    "TransferState": "kvxfer.transfers.transfer",
+    "TransferStats": "kvxfer.transfers.transfer",
     "layout_for": "kvxfer.models",
     "shared_empty": "kvxfer.backends.segments",
 }
@@ -78,16 +78,16 @@ if TYPE_CHECKING:
     from kvxfer.connector import Connector
     from kvxfer.control.messages import Role
     from kvxfer.errors import KvxferError
-    from kvxfer.fetch import Fetch
     from kvxfer.layout import CacheLayout, Group, GroupKind, Padding, Plane, Record, Region, Slice
+    from kvxfer.layout.tensors import TensorGroup
     from kvxfer.lease import Lease, LeaseState
     from kvxfer.models import layout_for
     from kvxfer.node import Limits
-    from kvxfer.reserve import Reservation
-    from kvxfer.send import Send
-    from kvxfer.tensors import TensorGroup
     from kvxfer.ticket import Ticket
-    from kvxfer.transfer import Transfer, TransferState, TransferStats
+    from kvxfer.transfers.fetch import Fetch
+    from kvxfer.transfers.reserve import Reservation
+    from kvxfer.transfers.send import Send
+    from kvxfer.transfers.transfer import Transfer, TransferState, TransferStats
 
 
 def __getattr__(name: str) -> object:

@@ -23,16 +23,16 @@ from kvxfer.errors import (
     KvxferError,
     LeaseExpired,
 )
-from kvxfer.fetch import Fetch
 from kvxfer.layout import CacheLayout
 from kvxfer.lease import Lease
 from kvxfer.node import Node
+from kvxfer.peers.remote import Peer
 from kvxfer.plan import BlockLists, check_blocks
-from kvxfer.pull import Serve
-from kvxfer.remote import Peer
-from kvxfer.reserve import Reservation
-from kvxfer.send import Send
 from kvxfer.ticket import Record, Ticket
+from kvxfer.transfers.fetch import Fetch
+from kvxfer.transfers.pull import Serve
+from kvxfer.transfers.reserve import Reservation
+from kvxfer.transfers.send import Send
 
 _MAX_REMEMBERED = 65536
 _MAX_REQUEST_ID = 256

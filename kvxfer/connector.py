@@ -19,12 +19,12 @@ from kvxfer.control import auth
 from kvxfer.control.messages import Identity, Renew, Role
 from kvxfer.errors import InvalidRequest, NoCommonBackend
 from kvxfer.extras import need
-from kvxfer.fetch import release
 from kvxfer.layout import CacheLayout
 from kvxfer.metrics import Metrics
 from kvxfer.node import Limits, Node
 from kvxfer.plan import BlockLists, check_blocks
 from kvxfer.ticket import Record, Ticket
+from kvxfer.transfers.fetch import release
 
 _log = logging.getLogger(__name__)
 

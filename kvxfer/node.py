@@ -37,17 +37,17 @@ from kvxfer.control.messages import (
     Sources,
     Stop,
 )
-from kvxfer.directory import Directory
 from kvxfer.errors import Cancelled, Closed, InvalidRequest, InvalidTicket, KvxferError, PeerGone
 from kvxfer.lease import Lease, LeaseState, LeaseTable, SlotNumbers, table_bytes
+from kvxfer.peers.directory import Directory
+from kvxfer.peers.remote import Peer, remember
 from kvxfer.progress import MoverPool, ProgressThread, Timer
-from kvxfer.remote import Peer, remember
-from kvxfer.staging import CHUNK_BYTES, UNIT_BYTES, StagingRing
-from kvxfer.transfer import Transfer
+from kvxfer.transfers.staging import CHUNK_BYTES, UNIT_BYTES, StagingRing
+from kvxfer.transfers.transfer import Transfer
 
 if TYPE_CHECKING:
     from kvxfer.cache import Cache
-    from kvxfer.reserve import Reservation
+    from kvxfer.transfers.reserve import Reservation
 
 _log = logging.getLogger(__name__)
 

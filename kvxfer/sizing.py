@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kvxfer.coverage import slabs
 from kvxfer.errors import InvalidRequest
 from kvxfer.layout import CacheLayout, Group, GroupKind, Record
-from kvxfer.staging import CHUNK_BYTES, SLOTS
+from kvxfer.layout.coverage import slabs
+from kvxfer.transfers.staging import CHUNK_BYTES, SLOTS
 
 CONCURRENCY = 3
 """The rule for a receive buffer: the largest prompt times two to three concurrent requests, never an average.

@@ -13,8 +13,7 @@ from typing import Any
 
 from kvxfer.errors import InvalidRequest
 from kvxfer.layout import CacheLayout, Group, GroupKind, Padding, Record, Region, Slice
-from kvxfer.models.config import Target, integer, unknown
-from kvxfer.records import (
+from kvxfer.layout.records import (
     QUANTISED_KV,
     cpu_attention_record,
     entry_bytes,
@@ -22,6 +21,7 @@ from kvxfer.records import (
     kv_sections,
     paged_record,
 )
+from kvxfer.models.config import Target, integer, unknown
 
 _PLAIN = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _DTYPE_NAMES = {name: short for short, name in _PLAIN.items()}

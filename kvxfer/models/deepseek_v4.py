@@ -16,8 +16,8 @@ from typing import Any
 
 from kvxfer.errors import InvalidRequest
 from kvxfer.layout import CacheLayout, Group, GroupKind, Padding, Record, Region, Slice
+from kvxfer.layout.records import compressor_state_record, latent_record
 from kvxfer.models.config import Target, integer, unknown
-from kvxfer.records import compressor_state_record, latent_record
 
 Pages = list[tuple[str, Record]]  # layer name, record of its page
 

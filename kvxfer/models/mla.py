@@ -7,8 +7,8 @@ from typing import Any
 
 from kvxfer.errors import InvalidRequest
 from kvxfer.layout import CacheLayout, Group, Region, Slice
+from kvxfer.layout.records import latent_record
 from kvxfer.models.config import Target, integer, unknown
-from kvxfer.records import latent_record
 
 _BLOCK_TOKENS = {"vllm": 64, "vllm-cpu": 16, "sglang": 64}
 _PLAIN = {"bf16": "mla.bf16", "fp16": "mla.fp16", "fp32": "mla.fp32", "fp8": "mla.fp8"}

@@ -21,7 +21,7 @@ WAYS = ("mapped", "direct", "packed")
 
 @pytest.fixture(scope="session", autouse=True)
 def warm() -> None:
-    """What a process keeps for good (the sweeper, the libraries' own descriptors) is there before anything is counted."""
+    """What a process keeps for good (the sweeper, libraries' own descriptors) is there before anything is counted."""
     Side("warm").close()
 
 

@@ -18,7 +18,11 @@ FETCH_ARGUMENTS = {
     "block beyond the end": ({"into": {"full": [3, 64]}}, errors.InvalidBlocks, "0 to 63, got 64"),
     "negative block": ({"into": {"full": [-1, 4]}}, errors.InvalidBlocks, "0 to 63, got -1"),
     "block twice": ({"into": {"full": [4, 4]}}, errors.InvalidBlocks, "block 4 stands more than once"),
-    "too many blocks": ({"into": {"full": [3, 4, 5]}}, errors.InvalidBlocks, "32 tokens lie in 2 blocks, got a list of 3"),
+    "too many blocks": (
+        {"into": {"full": [3, 4, 5]}},
+        errors.InvalidBlocks,
+        "32 tokens lie in 2 blocks, got a list of 3",
+    ),
     "block that is no integer": ({"into": {"full": [3.5, 4]}}, errors.InvalidBlocks, "integers, got float64"),
     "nested list": ({"into": {"full": [[3, 4]]}}, errors.InvalidBlocks, "flat list"),
     "huge block": ({"into": {"full": [3, 1 << 70]}}, errors.InvalidBlocks, "integers"),

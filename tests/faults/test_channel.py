@@ -201,7 +201,10 @@ def test_an_altered_frame_on_the_way_is_dropped(start, here, bad_client):
 
 
 def test_a_peer_of_another_secret_gets_no_answer(start, here):
-    prefill, stranger = start("prefill", secret=b"the secret of others"), here("stranger", limits={"dial_timeout_s": 0.5})
+    prefill, stranger = (
+        start("prefill", secret=b"the secret of others"),
+        here("stranger", limits={"dial_timeout_s": 0.5}),
+    )
     from kvxfer import ticket as tickets
 
     ticket = tickets.parse(prefill.publish([1]), b"the secret of others")

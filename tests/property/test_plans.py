@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from kvxfer.kernels import PreparedPlan
 from kvxfer.layout import CacheLayout, Group, GroupKind, Padding, Record, Region, Slice
-from kvxfer.plan import TransferPlan, join
-from kvxfer.records import (
+from kvxfer.layout.records import (
     LATENT,
     compressor_state_record,
     cpu_attention_record,
@@ -26,6 +25,7 @@ from kvxfer.records import (
     paged_record,
     tiled_v_scale_record,
 )
+from kvxfer.plan import TransferPlan, join
 
 RELAXED = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]

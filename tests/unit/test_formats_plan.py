@@ -9,7 +9,7 @@ from kvxfer import formats, kernels
 from kvxfer.errors import InvalidBlocks, InvalidRequest, LayoutMismatch, NonFiniteValue, UnknownGroup
 from kvxfer.formats import elements, reference
 from kvxfer.layout import CacheLayout, Group, Region, Slice
-from kvxfer.records import (
+from kvxfer.layout.records import (
     Field,
     cpu_attention_record,
     kv_sections,

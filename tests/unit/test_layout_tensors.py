@@ -8,10 +8,10 @@ import pytest
 
 from kvxfer.errors import InvalidLayout
 from kvxfer.layout import CacheLayout, GroupKind
+from kvxfer.layout.records import cpu_attention_record, latent_record
+from kvxfer.layout.tensors import TensorGroup
 from kvxfer.models import layout_for
 from kvxfer.plan import compare, join
-from kvxfer.records import cpu_attention_record, latent_record
-from kvxfer.tensors import TensorGroup
 
 
 def flat(layout: CacheLayout) -> dict[str, list[tuple]]:

@@ -67,7 +67,7 @@ def test_latents_of_other_records_are_refused(model, src, dst):
 
 def test_permuted_scales_keep_a_name_of_their_own():
     """Same bytes, other order inside the entry: never joined with plain scales."""
-    from kvxfer.records import LATENT
+    from kvxfer.layout.records import LATENT
 
     dtypes = {field.dtype for section in LATENT["v32.nvfp4_ds_mla.352"] for field in section}
     assert not dtypes & {"float8_e4m3fn.perm"} and "float8_e4m3fn.perm4x8" in dtypes
@@ -84,7 +84,7 @@ def one_layer(record: Record, *, block_tokens=16, kind=GroupKind.FULL, window=0,
 
 
 def test_scales_of_one_size_and_another_meaning_are_refused():
-    from kvxfer.records import latent_record
+    from kvxfer.layout.records import latent_record
 
     fp32, packed = (latent_record(name, entries=16) for name in ("indexer.fp8.132", "indexer.fp8_mx.132"))
     assert fp32.nbytes == packed.nbytes
@@ -93,7 +93,7 @@ def test_scales_of_one_size_and_another_meaning_are_refused():
 
 
 def test_tiled_scales_join_only_tiled_ones():
-    from kvxfer.records import kv_sections, paged_record, tiled_v_scale_record
+    from kvxfer.layout.records import kv_sections, paged_record, tiled_v_scale_record
 
     tiled = tiled_v_scale_record(block_tokens=16, kv_heads=2, head_dim=32)
     plain = paged_record("p", kv_sections("nvfp4", 32, together=False), entries=16, heads=2, order="HND")
@@ -181,7 +181,7 @@ def test_replicated_latents_are_spread():
 
 
 def test_windows():
-    from kvxfer.records import kv_sections, paged_record
+    from kvxfer.layout.records import kv_sections, paged_record
 
     record = paged_record("kv", kv_sections("float16", 8, together=True), entries=16)
     full = one_layer(record)

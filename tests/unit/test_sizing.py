@@ -13,7 +13,7 @@ from kvxfer.errors import InvalidRequest
 from kvxfer.models import PRESETS, layout_for
 from kvxfer.plan import join
 from kvxfer.sizing import size
-from kvxfer.staging import SLOTS
+from kvxfer.transfers.staging import SLOTS
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -9,7 +9,7 @@ import pytest
 
 from kvxfer import errors
 from kvxfer.backends.base import Registration
-from kvxfer.staging import Loan, StagingRing
+from kvxfer.transfers.staging import Loan, StagingRing
 
 UNIT = 1024
 

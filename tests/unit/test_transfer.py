@@ -9,7 +9,7 @@ import pytest
 
 from kvxfer import errors
 from kvxfer.progress import ProgressThread
-from kvxfer.transfer import ENDED, TRANSITIONS, Transfer, TransferState
+from kvxfer.transfers.transfer import ENDED, TRANSITIONS, Transfer, TransferState
 
 S = TransferState
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvxfer.backends.base import Direction, Link
 from kvxfer.kernels import PreparedPlan
-from kvxfer.transfer import Transfer
+from kvxfer.transfers.transfer import Transfer
 
 PIECE_BYTES = 8 << 20  # moved between two looks at the transfer
 _POLL_S = 20e-6

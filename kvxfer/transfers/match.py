@@ -14,8 +14,8 @@ from kvxfer.formats.plan import Blocks
 from kvxfer.kernels import PreparedPackedPlan
 from kvxfer.layout import fingerprint_differences
 from kvxfer.node import Node
+from kvxfer.peers.remote import RemoteCache
 from kvxfer.plan import TransferPlan
-from kvxfer.remote import RemoteCache
 from kvxfer.ticket import Ticket, fingerprint_digest
 
 if TYPE_CHECKING:

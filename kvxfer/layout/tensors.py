@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvxfer.coverage import plane_atoms, slabs
 from kvxfer.errors import InvalidLayout
-from kvxfer.layout import CacheLayout, Group, GroupKind, Padding, Plane, Record, Region, Slice
+from kvxfer.layout.cache_layout import CacheLayout, Group, GroupKind, Padding, Plane, Record, Region, Slice
+from kvxfer.layout.coverage import plane_atoms, slabs
 
 
 @dataclass(frozen=True, kw_only=True)

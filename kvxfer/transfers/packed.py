@@ -22,10 +22,10 @@ from kvxfer.control.messages import Credit, PackedOffer
 from kvxfer.errors import BackendError, KvxferError, as_kvxfer_error
 from kvxfer.formats import HEADER_BYTES, ChunkHeader, checksum
 from kvxfer.kernels import PreparedPackedPlan
+from kvxfer.peers.remote import Peer
 from kvxfer.plan import Chunk
-from kvxfer.remote import Peer
-from kvxfer.staging import SLOTS, Loan
-from kvxfer.transfer import Transfer
+from kvxfer.transfers.staging import SLOTS, Loan
+from kvxfer.transfers.transfer import Transfer
 
 if TYPE_CHECKING:
     from kvxfer.node import Node

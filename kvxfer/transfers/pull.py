@@ -15,14 +15,14 @@ from kvxfer.formats import PackedJoin, join_packed
 from kvxfer.kernels import PreparedPackedPlan
 from kvxfer.lease import Lease
 from kvxfer.node import Node, new_transfer_id
-from kvxfer.packed import PackedSink, PackedSource, borrow, offer
-from kvxfer.remote import Peer, RemoteCache, remember
-from kvxfer.staging import Loan
+from kvxfer.peers.remote import Peer, RemoteCache, remember
 from kvxfer.ticket import Ticket
+from kvxfer.transfers.packed import PackedSink, PackedSource, borrow, offer
+from kvxfer.transfers.staging import Loan
 
 if TYPE_CHECKING:
     from kvxfer.cache import Cache
-    from kvxfer.fetch import Fetch, Leg
+    from kvxfer.transfers.fetch import Fetch, Leg
 
 _MAX_JOINS = 64  # of one peer
 

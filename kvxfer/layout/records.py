@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvxfer.errors import InvalidLayout
-from kvxfer.layout import DTYPE_BYTES, Padding, Plane, Record
+from kvxfer.layout.cache_layout import DTYPE_BYTES, Padding, Plane, Record
 
 
 class Field(NamedTuple):

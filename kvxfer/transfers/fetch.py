@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from kvxfer import moves
 from kvxfer.backends.base import Direction
 from kvxfer.control.messages import Release, Sources
-from kvxfer.directory import Engine
 from kvxfer.errors import (
     BackendError,
     InvalidTicket,
@@ -29,13 +27,15 @@ from kvxfer.errors import (
 )
 from kvxfer.formats import PackedJoin, join_packed
 from kvxfer.kernels import PreparedPackedPlan, PreparedPlan
-from kvxfer.match import best_way, check_fingerprints, copies_of
 from kvxfer.node import Node, new_transfer_id
+from kvxfer.peers.directory import Engine
+from kvxfer.peers.remote import Peer, RemoteCache
 from kvxfer.plan import check_blocks
-from kvxfer.pull import PullLeg
-from kvxfer.remote import Peer, RemoteCache
 from kvxfer.ticket import Ticket
-from kvxfer.transfer import Transfer
+from kvxfer.transfers import moves
+from kvxfer.transfers.match import best_way, check_fingerprints, copies_of
+from kvxfer.transfers.pull import PullLeg
+from kvxfer.transfers.transfer import Transfer
 
 if TYPE_CHECKING:
     from kvxfer.cache import Cache

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvxfer.coverage import MAX_BLOCKS, check_group, check_record
 from kvxfer.errors import InvalidLayout
+from kvxfer.layout.coverage import MAX_BLOCKS, check_group, check_record
 
 if TYPE_CHECKING:
-    from kvxfer.tensors import TensorGroup
+    from kvxfer.layout.tensors import TensorGroup
 
 MAX_RECORD_BYTES = 64 << 20
 
@@ -317,9 +317,9 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         """The bound layout of what an engine registers, a mapping from layer name to array.
 
         Without `groups` every array is ``[num_blocks, 2, block_tokens, kv_heads, head_dim]`` of one group
-        ``full``; ``kvxfer.tensors.TensorGroup`` says anything else, of one group or by group name.
+        ``full``; ``kvxfer.layout.tensors.TensorGroup`` says anything else, of one group or by group name.
         """
-        from kvxfer.tensors import layout_from_tensors
+        from kvxfer.layout.tensors import layout_from_tensors
 
         return layout_from_tensors(tensors, groups=groups, fingerprint=fingerprint)
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvxfer import moves
 from kvxfer.backends.base import Direction
 from kvxfer.control.messages import (
     Claim,
@@ -25,7 +24,6 @@ from kvxfer.control.messages import (
     Refused,
     Stop,
 )
-from kvxfer.directory import Engine
 from kvxfer.errors import (
     BackendError,
     Cancelled,
@@ -35,16 +33,18 @@ from kvxfer.errors import (
     UnknownCache,
     rebuild,
 )
-from kvxfer.fetch import ANNOUNCEMENT_S
 from kvxfer.formats import join_packed
 from kvxfer.kernels import PreparedPackedPlan, PreparedPlan
-from kvxfer.match import best_way, check_fingerprints, copies_of, packed_stages
 from kvxfer.node import Node, new_transfer_id
-from kvxfer.packed import PackedSource
+from kvxfer.peers.directory import Engine
+from kvxfer.peers.remote import Peer, RemoteCache
 from kvxfer.plan import check_blocks
-from kvxfer.remote import Peer, RemoteCache
 from kvxfer.ticket import Ticket
-from kvxfer.transfer import Transfer
+from kvxfer.transfers import moves
+from kvxfer.transfers.fetch import ANNOUNCEMENT_S
+from kvxfer.transfers.match import best_way, check_fingerprints, copies_of, packed_stages
+from kvxfer.transfers.packed import PackedSource
+from kvxfer.transfers.transfer import Transfer
 
 if TYPE_CHECKING:
     from kvxfer.cache import Cache

@@ -14,8 +14,8 @@ from kvxfer.backends.base import Backend
 from kvxfer.control.channel import Channel, Session
 from kvxfer.control.messages import Description, Identity, Message
 from kvxfer.errors import InvalidTicket, KvxferError, PeerGone
+from kvxfer.peers.remote import Peer, remember
 from kvxfer.progress import ProgressThread
-from kvxfer.remote import Peer, remember
 from kvxfer.ticket import Ticket
 
 _log = logging.getLogger(__name__)

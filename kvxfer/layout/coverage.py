@@ -15,7 +15,7 @@ import numpy as np
 from kvxfer.errors import InvalidLayout
 
 if TYPE_CHECKING:
-    from kvxfer.layout import Group, Plane, Record, Region, Slice
+    from kvxfer.layout.cache_layout import Group, Plane, Record, Region, Slice
 
 MAX_BLOCKS = 2**31 - 1
 _MAX_ADDRESS = 2**62

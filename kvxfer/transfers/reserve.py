@@ -16,13 +16,13 @@ from kvxfer.control.messages import Chunk, Claim, Ended, Grant, Message, PackedO
 from kvxfer.errors import InvalidRequest, InvalidTicket, KvxferError, PeerGone, rebuild
 from kvxfer.formats import join_packed
 from kvxfer.kernels import PreparedPackedPlan
-from kvxfer.match import check_fingerprints, packed_stages
 from kvxfer.node import Node
-from kvxfer.packed import PackedSink, borrow, offer
-from kvxfer.remote import Peer, RemoteCache
-from kvxfer.staging import Loan
+from kvxfer.peers.remote import Peer, RemoteCache
 from kvxfer.ticket import Ticket
-from kvxfer.transfer import Transfer, TransferState
+from kvxfer.transfers.match import check_fingerprints, packed_stages
+from kvxfer.transfers.packed import PackedSink, borrow, offer
+from kvxfer.transfers.staging import Loan
+from kvxfer.transfers.transfer import Transfer, TransferState
 
 if TYPE_CHECKING:
     from kvxfer.cache import Cache

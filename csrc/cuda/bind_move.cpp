@@ -1,0 +1,81 @@
+#include "cuda/bindings.h"
+#include "cuda/checksum.h"
+#include "cuda/device.h"
+#include "cuda/walk.h"
+
+namespace nb = nanobind;
+
+namespace kvxfer::cuda {
+namespace {
+
+template <class T>
+const T* at(std::uint64_t address) {
+  return reinterpret_cast<const T*>(address);
+}
+
+MoveCall call_of(int device, int direction, std::int64_t first, std::int64_t count, std::uint64_t wire,
+                 std::uint64_t stream, int max_sms, int variant) {
+  return {device,  static_cast<Direction>(direction), first, count, wire, stream,
+          max_sms, static_cast<Variant>(variant)};
+}
+
+}  // namespace
+
+void bind_move(nb::module_& m) {
+  m.attr("COPY") = static_cast<int>(Direction::copy);
+  m.attr("GATHER") = static_cast<int>(Direction::gather);
+  m.attr("SCATTER") = static_cast<int>(Direction::scatter);
+  m.attr("VARIANTS") = kVariants;
+  m.attr("ROW_BYTES") = sizeof(Row);
+
+  nb::class_<PreparedPart>(m, "Part")
+      .def("__init__",
+           [](PreparedPart* self, std::uint64_t rows, std::int64_t num_rows, std::uint64_t src_block,
+              std::uint64_t dst_block, std::uint64_t src_token, std::uint64_t dst_token, std::uint64_t tokens,
+              std::uint64_t wire_start, std::int64_t wire_bytes, std::int64_t num_segments, std::uint64_t src_bases,
+              std::uint64_t dst_bases) {
+             const Segments segments{at<std::int32_t>(src_block),
+                                     at<std::int32_t>(dst_block),
+                                     at<std::int32_t>(src_token),
+                                     at<std::int32_t>(dst_token),
+                                     at<std::int32_t>(tokens),
+                                     at<std::int64_t>(wire_start),
+                                     wire_bytes};
+             new (self) PreparedPart(at<Row>(rows), num_rows, segments, num_segments, at<std::uint64_t>(src_bases),
+                                     at<std::uint64_t>(dst_bases));
+           })
+      .def_prop_ro("problem", [](const PreparedPart& part) { return part.problem() ? part.problem() : ""; })
+      .def_prop_ro("table_bytes", &PreparedPart::table_bytes)
+      .def_prop_ro("tile_bytes", [](const PreparedPart& part) { return part.tables().tile_bytes; })
+      .def_prop_ro("items_per_segment", &PreparedPart::items_per_segment)
+      .def("vector_bytes", [](const PreparedPart& part,
+                              int direction) { return part.vector_bytes(static_cast<Direction>(direction)); })
+      .def("fill",
+           [](const PreparedPart& part, std::uint64_t host) { part.fill(reinterpret_cast<std::uint8_t*>(host)); })
+      .def("bind", &PreparedPart::bind)
+      .def("load_kernels",
+           [](const PreparedPart& part, int device) {
+             const DeviceScope scope(device);
+             return scope.status() ? scope.status() : load_kernels(part);
+           })
+      .def("launch",
+           [](const PreparedPart& part, int device, int direction, std::int64_t first, std::int64_t count,
+              std::uint64_t wire, std::uint64_t stream, int max_sms, int variant) {
+             const DeviceScope scope(device);
+             if (scope.status()) return scope.status();
+             return launch_move(part, call_of(device, direction, first, count, wire, stream, max_sms, variant));
+           })
+      .def("walk_on_host", [](const PreparedPart& part, int direction, std::int64_t first, std::int64_t count,
+                              std::uint64_t wire, int sms, int variant) {
+        nb::gil_scoped_release unlocked;
+        return walk_on_host(part, call_of(0, direction, first, count, wire, 0, 0, variant), sms);
+      });
+
+  m.def("checksum", [](int device, std::uint64_t data, std::uint64_t nbytes, std::uint64_t digest,
+                       std::uint64_t stream, int max_sms) {
+    const DeviceScope scope(device);
+    return scope.status() ? scope.status() : launch_checksum(device, data, nbytes, digest, stream, max_sms);
+  });
+}
+
+}  // namespace kvxfer::cuda

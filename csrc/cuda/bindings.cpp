@@ -1,0 +1,8 @@
+// The Python face of csrc/cuda: integers in, a CUDA status out (alone, or first in a tuple). kvxfer/cuda raises the
+// errors. Importing touches no driver.
+#include "cuda/bindings.h"
+
+NB_MODULE(_cuda, m) {
+  kvxfer::cuda::bind_device(m);
+  kvxfer::cuda::bind_move(m);
+}
