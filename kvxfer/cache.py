@@ -23,11 +23,12 @@ from kvxfer.errors import (
     KvxferError,
     LeaseExpired,
 )
+from kvxfer.formats import PackedPlan
 from kvxfer.layout import CacheLayout
 from kvxfer.lease import Lease
 from kvxfer.node import Node
 from kvxfer.peers.remote import Peer
-from kvxfer.plan import BlockLists, check_blocks
+from kvxfer.plan import BlockLists, TransferPlan, check_blocks
 from kvxfer.ticket import Record, Ticket
 from kvxfer.transfers.fetch import Fetch
 from kvxfer.transfers.pull import Serve
@@ -54,10 +55,15 @@ class Cache:
         self.layout = layout.bind({region: span.address for region, span in self._spans.items()})
         self.bases = kernels.bases([region.address for region in self.layout.regions])
         self.block_bytes = {group.name: layout.block_bytes(group.name) for group in layout.groups}
+        self.device = _one_device(layout)
         self.fingerprint = tickets.fingerprint_digest(layout.fingerprint)
         self._used: OrderedDict[bytes, object] = OrderedDict()
         registrations = [
-            {backend.name: backend.register(region.address, region.nbytes) for backend in node.backends.values()}
+            {
+                backend.name: backend.register(region.address, region.nbytes, region.device)
+                for backend in node.backends.values()
+                if region.device.split(":")[0] in backend.capabilities.devices
+            }
             for region in self.layout.regions
         ]
         self.handles = tuple(
@@ -218,6 +224,16 @@ class Cache:
             raise LeaseExpired("the reservation has ended; send earlier, or reserve with more ttl_s")
         reservation.claim(peer, claim)
 
+    # --- kernels --------------------------------------------------------------------------------------------
+
+    def prepare(self, plan: TransferPlan) -> Any:
+        """The plan for kernels where this cache lies: a `PreparedPlan`, or its like on a GPU."""
+        return self._node.kernels.prepare(plan, self.device)
+
+    def prepare_packed(self, plan: PackedPlan) -> Any:
+        """The packed plan for kernels where this cache lies: a `PreparedPackedPlan`, or its like on a GPU."""
+        return self._node.kernels.prepare_packed(plan, self.device)
+
     # --- small parts ----------------------------------------------------------------------------------------
 
     def _sign(self, role: Role, record: bytes, tokens: int, ttl_s: float, request_id: str) -> Ticket:
@@ -340,6 +356,13 @@ def _spans(arrays: Mapping[str, Any] | None, layout: CacheLayout) -> dict[str, S
                 f"region {region.name!r}: layout says device {region.device!r}, it is on {span.device!r}"
             )
     return spans
+
+
+def _one_device(layout: CacheLayout) -> str:
+    devices = sorted({region.device for region in layout.regions})
+    if len(devices) > 1:
+        raise InvalidLayout(f"a cache lies on one device, got {', '.join(devices)}: register a cache for each")
+    return devices[0]
 
 
 def check_ttl(ttl_s: float, limit: float) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +20,10 @@ from kvxfer.errors import InvalidRequest, NonFiniteValue
 from kvxfer.formats.plan import PackedPart, PackedPlan
 from kvxfer.formats.rows import PACKED_ROW
 from kvxfer.plan import ROW, Chunk, PlanPart, TransferPlan
+
+if TYPE_CHECKING:
+    from kvxfer.cuda.lanes import Lanes
+    from kvxfer.cuda.mover import CudaPackedPlan, CudaPlan
 
 assert _native.ROW_BYTES == ROW.itemsize, "plan/rows.py and csrc/plan.h disagree; rebuild the extension"
 assert _native.PACKED_ROW_BYTES == PACKED_ROW.itemsize, (
@@ -29,11 +34,16 @@ load_word = _native.load_word
 store_word = _native.store_word
 
 
+PIECE_BYTES = 8 << 20  # moved by one call between two looks at a transfer
+
+
 class PreparedPlan:
     """A plan whose tables have been handed to the kernels: a hot call passes integers only.
 
     Keeps the plan and its arrays alive.
     """
+
+    piece_bytes = PIECE_BYTES
 
     def __init__(self, plan: TransferPlan) -> None:
         self.plan = plan
@@ -130,6 +140,36 @@ def _prepare(part: PlanPart) -> _native.Part:
         address(part.wire_start),
         part.wire_bytes,
     )
+
+
+class Kernels:
+    """Prepares plans for the device where a cache lies. Loads the CUDA half at its first use."""
+
+    def __init__(self, *, max_sms: int) -> None:
+        """`max_sms` bounds the multiprocessors of a GPU that one launch takes."""
+        self._max_sms = max_sms
+        self._lanes: dict[str, Lanes] = {}
+
+    def prepare(self, plan: TransferPlan, device: str) -> PreparedPlan | CudaPlan:
+        """A plan whose destination, or source where blocks are sent, lies on `device`."""
+        if device == "cpu":
+            return PreparedPlan(plan)
+        from kvxfer.cuda.mover import CudaPlan
+
+        return CudaPlan(plan, self._lanes_of(device), max_sms=self._max_sms)
+
+    def prepare_packed(self, plan: PackedPlan, device: str) -> PreparedPackedPlan | CudaPackedPlan:
+        """A packed plan, one end of which lies on `device`."""
+        if device == "cpu":
+            return PreparedPackedPlan(plan)
+        from kvxfer.cuda.mover import CudaPackedPlan
+
+        return CudaPackedPlan(plan, self._lanes_of(device), max_sms=self._max_sms)
+
+    def _lanes_of(self, device: str) -> Lanes:
+        from kvxfer.cuda.lanes import Lanes
+
+        return self._lanes.setdefault(device, Lanes(int(device.removeprefix("cuda:"))))
 
 
 def bases(addresses: Sequence[int]) -> np.ndarray:

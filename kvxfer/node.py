@@ -38,6 +38,7 @@ from kvxfer.control.messages import (
     Stop,
 )
 from kvxfer.errors import Cancelled, Closed, InvalidRequest, InvalidTicket, KvxferError, PeerGone
+from kvxfer.kernels import Kernels
 from kvxfer.lease import Lease, LeaseState, LeaseTable, SlotNumbers, table_bytes
 from kvxfer.peers.directory import Directory
 from kvxfer.peers.remote import Peer, remember
@@ -71,6 +72,7 @@ class Limits:
     dial_timeout_s: float = 10.0
     copy_threads: int = 1
     mover_threads: int = 2
+    max_sms: int = 16
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -123,6 +125,7 @@ class Node:
         self._expiry: Timer | None = None
         self._expiry_due = float("inf")
         self.closed = False
+        self.kernels = Kernels(max_sms=limits.max_sms)
         self.pool = MoverPool(identity.name, limits.mover_threads)
         self.progress = ProgressThread(identity.name)
         self.directory = Directory(

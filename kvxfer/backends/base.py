@@ -105,8 +105,11 @@ class Backend(abc.ABC):
     capabilities: Capabilities
 
     @abc.abstractmethod
-    def register(self, address: int, nbytes: int) -> Registration:
-        """Make ``[address, address + nbytes)`` reachable. The caller keeps the memory alive until `deregister`."""
+    def register(self, address: int, nbytes: int, device: str = "cpu") -> Registration:
+        """Make ``[address, address + nbytes)`` reachable. The caller keeps the memory alive until `deregister`.
+
+        `device` is "cpu" or "cuda:N", one of the capabilities' devices. Raises BackendError.
+        """
 
     @abc.abstractmethod
     def deregister(self, registration: Registration) -> None:

@@ -52,7 +52,7 @@ class SharedMemoryBackend(Backend):
         self._nonce = np.frombuffer(secrets.token_bytes(_NONCE_BYTES), np.uint8).copy()
         self._identity.mapping.array()[:_NONCE_BYTES] = self._nonce
 
-    def register(self, address: int, nbytes: int) -> Registration:
+    def register(self, address: int, nbytes: int, device: str = "cpu") -> Registration:
         found = find_segment(address, nbytes)
         segment, offset = found if found else ("", 0)
         handle = _Handle(segment=segment, offset=offset, address=address, nbytes=nbytes)

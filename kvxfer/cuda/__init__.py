@@ -24,11 +24,13 @@ from kvxfer.cuda.runtime import (
     device_count,
     driver_version,
     enable_peer_access,
+    event_address,
     export_memory,
     open_memory,
     set_bytes,
     sm_count,
     stream_address,
+    wait_for_event,
 )
 
 __all__ = [
@@ -52,10 +54,12 @@ __all__ = [
     "device_count",
     "driver_version",
     "enable_peer_access",
+    "event_address",
     "export_memory",
     "open_memory",
     "set_bytes",
     "sm_count",
     "stream_address",
+    "wait_for_event",
     "why_unavailable",
 ]

@@ -11,7 +11,7 @@ from kvxfer.cuda.runtime import DeviceMemory, copy_bytes
 from kvxfer.errors import InvalidRequest
 from kvxfer.plan import ROW, WIRE_ALIGNMENT, Chunk, PlanPart, TransferPlan
 
-DEFAULT_VARIANT = 0
+DEFAULT_VARIANT = 2
 _TABLE_ALIGNMENT = 16
 
 

@@ -82,6 +82,23 @@ def stream_address(stream: Any) -> int:
     )
 
 
+def event_address(event: Any) -> int:
+    """An event as the integer that CUDA knows it by: integers, `Event`, torch events and CuPy events."""
+    if isinstance(event, int):
+        return event
+    for name in ("address", "cuda_event", "ptr", "handle"):
+        if isinstance(found := getattr(event, name, None), int):
+            return found
+    raise InvalidRequest(
+        f"event: expected an integer or an object with cuda_event or ptr, got {type(event).__name__}"
+    )
+
+
+def wait_for_event(event: int) -> None:
+    """Wait on the host until an event, given as CUDA's handle, has passed; releases the GIL."""
+    check(native().synchronise_event(event), "waiting for an event")
+
+
 # --- memory -------------------------------------------------------------------------------------------------
 
 

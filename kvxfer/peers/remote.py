@@ -45,6 +45,7 @@ class RemoteCache:
         self.name = info.name
         self.layout: CacheLayout = info.layout
         self.regions = tuple(regions)
+        self.device = self.layout.regions[0].device.split(":")[0]  # cpu or cuda
         self.ways = dict(ways)  # mapped, direct, packed: empty, or why not
         self.mapped_bases = kernels.bases([region.mapped_address or 0 for region in regions])
         self.remote_bases = kernels.bases([region.remote_address for region in regions])
@@ -185,14 +186,21 @@ class Peer:
                 raise InvalidLayout(f"region {region.name!r}: layout {region.nbytes} bytes, handle {opened.nbytes}")
             regions.append(opened)
         private = [r.name for r, o in zip(info.layout.regions, regions, strict=True) if o.mapped_address is None]
+        on_gpu = any(region.device != "cpu" for region in info.layout.regions)
         ways = {
             "mapped": f"regions {private[:3]} lie in private memory (kvxfer.shared_empty makes shared memory)"
             if private
             else "",
-            "direct": "" if self.link.one_sided else self.link.why_not_one_sided,
+            "direct": _why_not_direct(self.link, on_gpu),
             "packed": "",
         }
         return RemoteCache(info, regions, ways)
+
+
+def _why_not_direct(link: Link, on_gpu: bool) -> str:
+    if on_gpu:
+        return "descriptors of GPU memory are not supported by this backend"
+    return "" if link.one_sided else link.why_not_one_sided
 
 
 def remember(table: dict, key: object, value: object, *, limit: int) -> None:

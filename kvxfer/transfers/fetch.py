@@ -26,7 +26,7 @@ from kvxfer.errors import (
     UnknownCache,
 )
 from kvxfer.formats import PackedJoin, join_packed
-from kvxfer.kernels import PreparedPackedPlan, PreparedPlan
+from kvxfer.kernels import PIECE_BYTES, PreparedPackedPlan, PreparedPlan
 from kvxfer.node import Node, new_transfer_id
 from kvxfer.peers.directory import Engine
 from kvxfer.peers.remote import Peer, RemoteCache
@@ -93,7 +93,7 @@ class Fetch(Transfer):
         """Queue the first attempt. Any thread."""
         nbytes = sum(len(ids) * self._cache.block_bytes[name] for name, ids in self._dst_lists.items())
         job = self._node.pool.submit(lambda: self.attempt(self._attempt))
-        self.runs_as(job, short=nbytes <= moves.PIECE_BYTES)
+        self.runs_as(job, short=nbytes <= PIECE_BYTES)
 
     def _attempt(self) -> None:
         if self.done() or self.stopping:
@@ -135,12 +135,12 @@ class Fetch(Transfer):
         if record is None:
             return None
         lists = check_blocks(source.cache.layout, record.lists(), tokens=ticket.tokens, role="source")
-        way = best_way(source.cache, source.join, self._node)
+        way = best_way(self._cache, source.cache, source.join, self._node)
         if way == "packed":
             counts = {name: len(ids) for name, ids in lists.items()}
-            plan = PreparedPackedPlan(source.join.plan(counts, self._dst_lists, tokens=ticket.tokens))
+            plan = self._cache.prepare_packed(source.join.plan(counts, self._dst_lists, tokens=ticket.tokens))
         else:
-            plan = PreparedPlan(source.join.plain.plan_checked(lists, self._dst_lists, tokens=ticket.tokens))
+            plan = self._cache.prepare(source.join.plain.plan_checked(lists, self._dst_lists, tokens=ticket.tokens))
         return Leg(source, plan, way)
 
     def _try_again(self, what: str, error: KvxferError | None = None, engine: Engine | None = None) -> None:

@@ -32,15 +32,21 @@ def check_fingerprints(cache: Cache, remote: RemoteCache, ticket: Ticket) -> Non
         raise FingerprintMismatch(f"the ticket of request {ticket.request_id!r} was signed for another fingerprint")
 
 
-def best_way(remote: RemoteCache, joined: PackedJoin, node: Node) -> str:
-    """The best way that this side allows; what is converted or compressed always goes packed.
+def best_way(cache: Cache, remote: RemoteCache, joined: PackedJoin, node: Node) -> str:
+    """The best way that this side allows.
 
-    Raises NoCommonBackend.
+    What is converted or compressed goes packed, and so does what lies in host memory on one side and in a GPU's on the
+    other. Raises NoCommonBackend.
     """
-    if joined.plain is not None:
+    if joined.plain is not None and cache.device.split(":")[0] == remote.device:
         return remote.best_way(node.ways)
     if "packed" in node.ways:
         return remote.best_way(("packed",))
+    if joined.plain is not None:
+        raise NoCommonBackend(
+            f"the caches lie on {cache.device} and on the peer's {remote.device}, which takes the packed way, and this "
+            f"connector allows only {', '.join(node.ways)}: add 'packed' to its ways"
+        )
     raise NoCommonBackend(
         f"wire format {str(joined.wire)!r} between these caches has to be packed and unpacked, and this connector "
         f"allows only {', '.join(node.ways)}: add 'packed' to its ways"
@@ -55,6 +61,7 @@ def copies_of(plan: TransferPlan | PackedPlan) -> int:
 
 
 def packed_stages(
+    cache: Cache,
     joined: PackedJoin,
     src_blocks: Blocks,
     dst_blocks: Blocks,
@@ -62,4 +69,4 @@ def packed_stages(
     layers: Sequence[str | None],
 ) -> list[PreparedPackedPlan]:
     """One packed plan for everything (layers is ``(None,)``), or one a layer; of one side only counts are needed."""
-    return [PreparedPackedPlan(joined.plan(src_blocks, dst_blocks, tokens=tokens, layer=layer)) for layer in layers]
+    return [cache.prepare_packed(joined.plan(src_blocks, dst_blocks, tokens=tokens, layer=layer)) for layer in layers]

@@ -9,25 +9,38 @@ Imports kernels, plan, backends/base.
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvxfer.backends.base import Direction, Link
-from kvxfer.kernels import PreparedPlan
+from kvxfer.kernels import PIECE_BYTES, PreparedPlan
 from kvxfer.transfers.transfer import Transfer
 
-PIECE_BYTES = 8 << 20  # moved between two looks at the transfer
+if TYPE_CHECKING:
+    from kvxfer.cuda.mover import CudaPlan
+
 _POLL_S = 20e-6
 
 
 def move_mapped(
-    plan: PreparedPlan, src_bases: np.ndarray, dst_bases: np.ndarray, transfer: Transfer, *, threads: int
+    plan: PreparedPlan | CudaPlan,
+    src_bases: np.ndarray,
+    dst_bases: np.ndarray,
+    transfer: Transfer,
+    *,
+    threads: int,
+    after: int = 0,
 ) -> bool:
-    """Copy blocks to blocks by a kernel. False when the transfer was told to stop before the end."""
-    for chunk in plan.plan.chunks(PIECE_BYTES):
+    """Copy blocks to blocks by a kernel. False when the transfer was told to stop before the end.
+
+    `threads` counts for host memory, `after` (a CUDA event) for a GPU's.
+    """
+    options = {"after": after} if after else {}
+    for chunk in plan.plan.chunks(plan.piece_bytes):
         if transfer.stopping or transfer.done():
             return False
-        plan.copy(chunk, src_bases, dst_bases, threads=threads)
+        plan.copy(chunk, src_bases, dst_bases, threads=threads, **options)
         transfer.advance(chunk.wire_bytes)
     return True
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from kvxfer.control.messages import Chunk, Credit, Ended, Message, Pull, Refused, Stop
 from kvxfer.errors import Cancelled, InvalidRequest, InvalidTicket, KvxferError, PeerGone, rebuild
 from kvxfer.formats import PackedJoin, join_packed
-from kvxfer.kernels import PreparedPackedPlan
 from kvxfer.lease import Lease
 from kvxfer.node import Node, new_transfer_id
 from kvxfer.peers.remote import Peer, RemoteCache, remember
@@ -140,7 +139,7 @@ class Serve:
         if remote is None:
             raise InvalidTicket(f"{peer.identity.name} has no cache {pull.into_cache!r}")
         joined = _join_for(peer, cache, pull, remote)
-        plan = PreparedPackedPlan(joined.plan(lease.lists, pull.blocks, tokens=lease.ticket.tokens))
+        plan = cache.prepare_packed(joined.plan(lease.lists, pull.blocks, tokens=lease.ticket.tokens))
         self._peer, self._pull = peer, pull
         self._source = PackedSource(node, peer, pull.transfer, [plan], cache.bases, pull.offer, written=self._written)
 

@@ -90,7 +90,7 @@ class Receive:
             return
         joined = join_packed([remote.layout], self._cache.layout, claim.wire)[0]
         layers = remote.layout.layers if claim.layerwise else (None,)
-        stages = packed_stages(joined, claim.blocks, dst_lists, ticket.tokens, layers)
+        stages = packed_stages(self._cache, joined, claim.blocks, dst_lists, ticket.tokens, layers)
         self._complete = not any(stage.plan.wire_bytes for stage in stages)
         self._count("packed", sum(s.plan.nbytes for s in stages), sum(s.plan.wire_bytes for s in stages))
         self._line = borrow(self._node, stages, lambda loan: self._lend(stages, loan))

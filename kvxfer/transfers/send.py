@@ -78,6 +78,7 @@ class Send(Transfer):
         self._layerwise, self._wire = layerwise, wire
         self._layers = cache.layout.layers
         self._ready: set[int] = set() if layerwise else {0}
+        self._events: dict[int, tuple[int, object]] = {}  # by stage: CUDA's handle and the object
         self._stages: list[PreparedPlan] | list[PreparedPackedPlan] = []
         self._stages_left = 0
         self._id = new_transfer_id()
@@ -97,11 +98,15 @@ class Send(Transfer):
             raise InvalidRequest("layer_ready belongs to a layerwise send; pass layerwise=True to send()")
         if layer not in self._layers:
             raise InvalidRequest(f"unknown layer {layer!r}; the cache has {', '.join(self._layers[:8])} ...")
-        if event is not None:
+        if event is not None and self._cache.device == "cpu":
             raise InvalidRequest(
-                "a cache in host memory has no events to wait for; call layer_ready once it is written"
+                "a cache in host memory has no events to wait for; call layer_ready once the layer is written"
             )
         stage = self._layers.index(layer)
+        if event is not None:
+            from kvxfer.cuda import event_address
+
+            self._events[stage] = event_address(event), event  # the object is kept until the copy is done
         self._node.progress.post(lambda: self._mark_ready(stage))
 
     def start(self) -> None:
@@ -134,15 +139,15 @@ class Send(Transfer):
             return
         dst_lists = check_blocks(remote.layout, record.lists(), tokens=ticket.tokens, role="destination")
         joined = join_packed([self._cache.layout], remote.layout, self._wire)[0]
-        way = best_way(remote, joined, self._node)
+        way = best_way(self._cache, remote, joined, self._node)
         layers = self._layers if self._layerwise else (None,)
         if way == "packed":
             counts = {name: len(ids) for name, ids in dst_lists.items()}
-            self._stages = packed_stages(joined, self._src_lists, counts, ticket.tokens, layers)
+            self._stages = packed_stages(self._cache, joined, self._src_lists, counts, ticket.tokens, layers)
         else:
             plain, tokens = joined.plain, ticket.tokens
             self._stages = [
-                PreparedPlan(plain.plan_checked(self._src_lists, dst_lists, tokens=tokens, layer=layer))
+                self._cache.prepare(plain.plan_checked(self._src_lists, dst_lists, tokens=tokens, layer=layer))
                 for layer in layers
             ]
         self._stages_left = len(self._stages)
@@ -257,10 +262,24 @@ class Send(Transfer):
             self.abort(InvalidRequest(f"layer {self._layers[stage]!r} was reported ready twice"))
         elif self._source is not None:
             self._ready.add(stage)
-            self._source.queue_stage(stage)
+            self._queue_packed(stage)
         else:
             self._ready.add(stage)
             self._node.pool.submit(lambda: self._move(stage))
+
+    def _queue_packed(self, stage: int) -> None:
+        event, _ = self._events.get(stage, (0, None))
+        if not event:
+            self._source.queue_stage(stage)
+            return
+
+        def wait() -> None:
+            from kvxfer.cuda import wait_for_event
+
+            wait_for_event(event)
+            self._node.progress.post(lambda: self._source.queue_stage(stage))
+
+        self._node.pool.submit(lambda: self.attempt(wait))
 
     def _move(self, stage: int) -> None:
         if not self.hold():
@@ -269,7 +288,8 @@ class Send(Transfer):
             plan, src, remote = self._stages[stage], self._cache.bases, self._remote
             if self.stats.way == "mapped":
                 threads = self._node.limits.copy_threads
-                moved = moves.move_mapped(plan, src, remote.mapped_bases, self, threads=threads)
+                after = self._events.get(stage, (0, None))[0]
+                moved = moves.move_mapped(plan, src, remote.mapped_bases, self, threads=threads, after=after)
             else:
                 moved = moves.move_direct(plan, self._peer.link, Direction.WRITE, src, remote.remote_bases, self)
             if moved:

@@ -6,6 +6,7 @@ pytest tests/backends --kvxfer-backend NAME
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,13 +18,23 @@ import kvxfer
 from kvxfer import CacheLayout
 from kvxfer.connector import WAYS
 
-from .peer import SECRET, Peer, make_arrays
+from .peer import SECRET, Peer, make_arrays, placed
 
-OWN = {"shm": (("mapped", "shared"), ("direct", "private"), ("packed", "private"), ("packed", "shared"))}
+OWN = {
+    "shm": (("mapped", "shared"), ("direct", "private"), ("packed", "private"), ("packed", "shared")),
+    "cuda_ipc": (("mapped", "gpu"), ("packed", "gpu"), ("mapped", "shared"), ("packed", "private")),
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kvxfer-backend", action="append", help="run the conformance suite for this backend only")
+
+
+def gpu_is_there() -> bool:
+    """Whether the GPU backend can be tested here."""
+    from kvxfer import cuda
+
+    return cuda.available() and importlib.util.find_spec("cupy") is not None
 
 
 def ways_of(backend: str) -> list[tuple[str, str]]:
@@ -37,7 +48,7 @@ def ways_of(backend: str) -> list[tuple[str, str]]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "road" not in metafunc.fixturenames:
         return
-    names = metafunc.config.getoption("--kvxfer-backend") or list(OWN)
+    names = metafunc.config.getoption("--kvxfer-backend") or [name for name in OWN if name == "shm" or gpu_is_there()]
     roads = [(name, way, memory) for name in names for way, memory in OWN.get(name) or ways_of(name)]
     metafunc.parametrize("road", roads, ids="-".join, scope="session", indirect=True)
 
@@ -58,7 +69,7 @@ class Pair:
         name = next(self.names)
         self.peer.register(name, src, self.memory, seed=len(name))
         arrays = make_arrays(dst, self.memory, None)
-        return name, self.here.register(arrays, dst, name=name), arrays
+        return name, self.here.register(arrays, placed(dst, self.memory), name=name), arrays
 
 
 @pytest.fixture(scope="session")

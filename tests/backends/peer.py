@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import secrets
@@ -10,6 +11,7 @@ import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import numpy as np
 
 import kvxfer
@@ -20,14 +22,36 @@ TIMEOUT_S = 30.0
 
 
 def make_arrays(layout: CacheLayout, memory: str, seed: int | None) -> dict[str, np.ndarray]:
-    """Byte arrays for every region: random with a seed, else zero. `memory` is shared or private."""
+    """Byte arrays for every region: random with a seed, else zero. `memory` is shared, private or gpu."""
     arrays = {}
     for index, region in enumerate(layout.regions):
-        array = kvxfer.shared_empty(region.nbytes) if memory == "shared" else np.zeros(region.nbytes, np.uint8)
+        values = np.zeros(region.nbytes, np.uint8)
         if seed is not None:
-            array[:] = np.random.default_rng((seed, index)).integers(0, 256, region.nbytes, np.uint8)
-        arrays[region.name] = array
+            values = np.random.default_rng((seed, index)).integers(0, 256, region.nbytes, np.uint8)
+        arrays[region.name] = _put(values, memory)
     return arrays
+
+
+def _put(values: np.ndarray, memory: str) -> Any:
+    if memory == "gpu":
+        return importlib.import_module("cupy").asarray(values)
+    if memory == "shared":
+        shared = kvxfer.shared_empty(len(values))
+        shared[:] = values
+        return shared
+    return values
+
+
+def read(arrays: dict[str, Any]) -> dict[str, np.ndarray]:
+    """What arrays hold now, in host memory."""
+    return {name: np.array(array) if isinstance(array, np.ndarray) else array.get() for name, array in arrays.items()}
+
+
+def placed(layout: CacheLayout, memory: str) -> CacheLayout:
+    """The layout with its regions where `memory` says."""
+    device = f"cuda:{importlib.import_module('cupy').cuda.runtime.getDevice()}" if memory == "gpu" else "cpu"
+    regions = tuple(msgspec.structs.replace(region, device=device) for region in layout.regions)
+    return msgspec.structs.replace(layout, regions=regions)
 
 
 class Peer:
@@ -90,7 +114,7 @@ class _Servant:
 
     def register(self, name: str, layout: CacheLayout, memory: str, seed: int | None) -> None:
         self.arrays[name] = make_arrays(layout, memory, seed)
-        self.caches[name] = self.connector.register(self.arrays[name], layout, name=name)
+        self.caches[name] = self.connector.register(self.arrays[name], placed(layout, memory), name=name)
 
     def publish(self, cache: str, blocks: dict[str, list[int]], **options: Any) -> bytes:
         lease = self.caches[cache].publish(blocks, **options)
@@ -110,10 +134,10 @@ class _Servant:
 
     def mask(self, cache: str, bits: int) -> None:
         for array in self.arrays[cache].values():
-            array &= np.uint8(bits)
+            array &= array.dtype.type(bits)
 
     def contents(self, cache: str) -> dict[str, np.ndarray]:
-        return {name: np.array(array) for name, array in self.arrays[cache].items()}
+        return read(self.arrays[cache])
 
     def fetch(self, cache: str, ticket: bytes, into: dict[str, list[int]], **options: Any) -> int:
         return self._keep(self.caches[cache].fetch(ticket, into=into, **options))

@@ -17,6 +17,7 @@ from kvxfer import CacheLayout, TransferState, errors
 from kvxfer.models import layout_for
 
 from .conftest import Pair
+from .peer import read
 from .reference import assert_same_contents, assert_untouched, contents
 
 LAYERS = ("layers.0", "layers.1", "layers.2")
@@ -53,12 +54,12 @@ def test_a_fetch_brings_every_byte_and_touches_no_other(road: Pair, pair: str, t
     src, dst = PAIRS[pair]
     name, cache, arrays = road.caches(src, dst)
     src_blocks, dst_blocks = blocks_of(src, tokens, 1), blocks_of(dst, tokens, 2)
-    before = {key: array.copy() for key, array in arrays.items()}
+    before = read(arrays)
     ticket = road.peer.publish(name, src_blocks, tokens=tokens)
     stats = cache.fetch(ticket, into=dst_blocks).wait(20)
     there = road.peer.contents(name)
-    assert_same_contents(contents(src, there, src_blocks, tokens), contents(dst, arrays, dst_blocks, tokens))
-    assert_untouched(dst, before, arrays, dst_blocks)
+    assert_same_contents(contents(src, there, src_blocks, tokens), contents(dst, read(arrays), dst_blocks, tokens))
+    assert_untouched(dst, before, read(arrays), dst_blocks)
     assert (stats.backend, stats.way, stats.wire) == (road.backend, road.way, "raw")
     assert stats.bytes > 0 and stats.seconds > 0
 
@@ -70,7 +71,7 @@ def test_a_send_brings_every_byte_and_touches_no_other(road: Pair, pair: str, la
     tokens = 77
     name, cache, arrays = road.caches(src, dst)
     src_blocks, dst_blocks = blocks_of(src, tokens, 3), blocks_of(dst, tokens, 4)
-    before = {key: array.copy() for key, array in arrays.items()}
+    before = read(arrays)
     reservation = cache.reserve(dst_blocks, tokens=tokens)
     send = road.peer.send(name, bytes(reservation.ticket), src_blocks, layerwise=layerwise)
     if layerwise:
@@ -80,8 +81,8 @@ def test_a_send_brings_every_byte_and_touches_no_other(road: Pair, pair: str, la
     reservation.wait(20)
     assert road.peer.wait(send).way == road.way
     there = road.peer.contents(name)
-    assert_same_contents(contents(src, there, src_blocks, tokens), contents(dst, arrays, dst_blocks, tokens))
-    assert_untouched(dst, before, arrays, dst_blocks)
+    assert_same_contents(contents(src, there, src_blocks, tokens), contents(dst, read(arrays), dst_blocks, tokens))
+    assert_untouched(dst, before, read(arrays), dst_blocks)
     assert road.here.metrics.reservations == 0
 
 
@@ -99,7 +100,7 @@ def test_groups_of_a_compressed_cache(road: Pair, tokens: int) -> None:
     ticket = road.peer.publish(name, src_blocks, tokens=tokens)
     cache.fetch(ticket, into=dst_blocks).wait(20)
     there = road.peer.contents(name)["slab"].reshape(64, -1)
-    here = arrays["slab"].reshape(64, -1)
+    here = read(arrays)["slab"].reshape(64, -1)
     for group in layout.groups:
         stride, used = here.shape[1], layout.block_bytes(group.name)
         assert 0 < used <= stride
@@ -117,9 +118,10 @@ def test_a_suffix_is_all_that_moves(road: Pair) -> None:
     stats = cache.fetch(ticket, into=suffix).wait(20)
     there = road.peer.contents(name)
     tail = {"full": src_blocks["full"][-3:]}
-    assert_same_contents(contents(layout, there, tail, 100, 64), contents(layout, arrays, suffix, 100, 64))
+    assert_same_contents(contents(layout, there, tail, 100, 64), contents(layout, read(arrays), suffix, 100, 64))
     assert stats.bytes == 3 * layout.block_bytes("full")
-    assert_untouched(layout, {k: np.zeros_like(v) for k, v in arrays.items()}, arrays, suffix)
+    after = read(arrays)
+    assert_untouched(layout, {k: np.zeros_like(v) for k, v in after.items()}, after, suffix)
 
 
 def test_nothing_to_fetch_is_done_and_releases(road: Pair) -> None:
@@ -143,7 +145,7 @@ def test_many_transfers_at_once(road: Pair) -> None:
     there = road.peer.contents(name)
     for left, right in zip(src, dst, strict=True):
         assert_same_contents(
-            contents(layout, there, {"full": left}, 128), contents(layout, arrays, {"full": right}, 128)
+            contents(layout, there, {"full": left}, 128), contents(layout, read(arrays), {"full": right}, 128)
         )
     assert all(road.peer.lease_state(ticket, wait_s=5) == "released" for ticket in tickets)
 
@@ -215,11 +217,11 @@ def test_a_cancelled_reservation_gives_its_blocks_back_once(road: Pair) -> None:
     reservation.cancel()
     with pytest.raises(errors.Cancelled):
         reservation.wait(10)
-    after = {key: array.copy() for key, array in arrays.items()}
+    after = read(arrays)
     with pytest.raises(errors.KvxferError):
         road.peer.layer_ready(send, LAYERS[1])
         road.peer.wait(send)
-    assert all(np.array_equal(after[key], arrays[key]) for key in arrays)
+    assert all(np.array_equal(after[key], now) for key, now in read(arrays).items())
 
 
 def test_a_reservation_that_nobody_fills_runs_out(road: Pair) -> None:

@@ -13,6 +13,7 @@ from kvxfer.formats import join_packed, reference
 from kvxfer.models import layout_for
 
 from .conftest import Pair
+from .peer import read
 
 WIRES = ("fp8_e4m3", "nvfp4", "nvfp4:four_over_six", "mxfp4", "mxfp8", "int4", "mixed", "nvfp4:first=4,last=16")
 TOKENS = 77
@@ -63,7 +64,7 @@ def check(road: Pair, src: CacheLayout, dst: CacheLayout, wire: str, *, send: bo
         stats = cache.fetch(ticket, into=dst_blocks, wire=wire).wait(20)
     assert stats.wire == wire and stats.way == "packed"
     truth = expected(src, dst, wire, road.peer.contents(name), src_blocks, dst_blocks)
-    for region, array in arrays.items():
+    for region, array in read(arrays).items():
         assert truth[region].any()
         assert np.array_equal(array, truth[region]), region
 
@@ -72,6 +73,8 @@ def check(road: Pair, src: CacheLayout, dst: CacheLayout, wire: str, *, send: bo
 def packed(road: Pair) -> Pair:
     if road.way != "packed":
         pytest.skip("what is compressed or converted goes packed")
+    if road.memory == "gpu":
+        pytest.skip("formats have no GPU kernels in the connector yet")
     return road
 
 

@@ -30,11 +30,11 @@ def nothing_left(warm: None, caplog: pytest.LogCaptureFixture) -> Iterator[list[
     """After each test: no thread, no descriptor, no segment of this process or of those in the list."""
     gc.collect()
     pids: list[int] = []
-    threads, fds = set(threading.enumerate()), descriptors()
+    threads, fds, before = set(threading.enumerate()), descriptors(), set(segments(os.getpid()))
     yield pids
     caplog.get_records("call").clear()  # they hold errors, whose tracebacks hold everything
     ours = [os.getpid(), *pids]
-    nothing("segments", lambda: [name for pid in ours for name in segments(pid)])
+    nothing("segments", lambda: {name for pid in ours for name in segments(pid)} - before)
     nothing("threads", lambda: set(threading.enumerate()) - threads)
     nothing("descriptors", lambda: dict(descriptors() - fds))
 
