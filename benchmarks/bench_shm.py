@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import collections
 import multiprocessing
+import os
 import secrets
 import statistics
 import sys
@@ -50,7 +51,11 @@ def layout_of(block_bytes: int, num_blocks: int) -> CacheLayout:
 
 
 def allocate(layout: CacheLayout, memory: str) -> dict[str, np.ndarray]:
-    """Touched memory for every region."""
+    """Touched memory for every region: shared, private, or gpu (CuPy)."""
+    if memory == "gpu":
+        import cupy
+
+        return {r.name: cupy.random.randint(0, 256, r.nbytes, dtype=cupy.uint8) for r in layout.regions}
     make = kvxfer.shared_empty if memory == "shared" else lambda nbytes: np.empty(nbytes, np.uint8)
     arrays = {region.name: make(region.nbytes) for region in layout.regions}
     for array in arrays.values():
@@ -58,9 +63,13 @@ def allocate(layout: CacheLayout, memory: str) -> dict[str, np.ndarray]:
     return arrays
 
 
-def prefill(pipe: Connection, secret: bytes) -> None:
+def prefill(pipe: Connection, secret: bytes, gpu: str | None = None) -> None:
     """The other process: publishes whatever it is told to, until the pipe closes."""
-    with kvxfer.Connector("prefill", secret=secret) as connector:
+    if gpu is not None:  # before anything of CUDA is loaded
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    # Many leases of many blocks are alive at once here, so that none is published while something is measured.
+    limits = kvxfer.Limits(lease_record_bytes=128 << 20)
+    with kvxfer.Connector("prefill", secret=secret, limits=limits) as connector:
         keep, caches = [], {}
         while True:
             try:
@@ -84,10 +93,10 @@ def prefill(pipe: Connection, secret: bytes) -> None:
 class Prefill:
     """The prefill process, seen from here."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, gpu: str | None = None) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=prefill, args=(theirs, secret), daemon=True)
+        self.process = context.Process(target=prefill, args=(theirs, secret, gpu), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -155,14 +164,14 @@ def _fetcher(cache: kvxfer.Cache, tickets: collections.deque, ids: np.ndarray, w
     return fetch
 
 
-def bench_control(peer: Prefill, secret: bytes) -> dict:
+def bench_control(peer: Prefill, secret: bytes, layout: CacheLayout | None = None, memory: str = "shared") -> dict:
     """Publish plus fetch of one block, without its bytes to speak of."""
-    layout = layout_of(4096, 16)
-    peer.ask("register", "control", layout, "shared")
+    layout = layout or layout_of(4096, 16)
+    peer.ask("register", "control", layout, memory)
     tickets, publish_s = peer.ask("publish", "control", np.array([3]), CONTROL_ROUNDS)
     samples = []
     with kvxfer.Connector("decode-control", secret=secret) as connector:
-        cache = connector.register(allocate(layout, "shared"), layout, name="control")
+        cache = connector.register(allocate(layout, memory), layout, name="control")
         for ticket in tickets:
             started = time.perf_counter()
             cache.fetch(ticket, into={"full": [5]}).wait()

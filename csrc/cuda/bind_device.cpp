@@ -162,10 +162,10 @@ void bind_streams(nb::module_& m) {
 
 void bind_ipc(nb::module_& m) {
   m.attr("IPC_HANDLE_BYTES") = kIpcHandleBytes;
-  m.def("address_range", [](uint64_t address) {
+  m.def("address_range", [](int device, uint64_t address) {
     uint64_t base = 0;
     size_t nbytes = 0;
-    const int status = address_range(address, base, nbytes);
+    const int status = on(device, [&] { return address_range(address, base, nbytes); });
     return nb::make_tuple(status, base, nbytes);
   });
   m.def("export_memory", [](uint64_t base) { return handle_of(&export_memory, base); });

@@ -35,7 +35,7 @@ class _Mapping:
 
     def __init__(self, handle: bytes, device: int) -> None:
         self.address = cuda.open_memory(handle, device=device)
-        _, self.nbytes = cuda.address_range(self.address)
+        _, self.nbytes = cuda.address_range(self.address, device=device)
         weakref.finalize(self, _close_mapping, self.address, device)
 
 
@@ -72,7 +72,7 @@ class CudaIpcBackend(Backend):
             raise BackendError(
                 f"this connector's caches lie on GPU {self.device}, another on {ordinal}: use a connector for each GPU"
             )
-        base, size = cuda.address_range(address)
+        base, size = cuda.address_range(address, device=ordinal)
         if address + nbytes > base + size:
             raise BackendError(f"[{address:#x}, +{nbytes}) is not inside one allocation of {size} bytes")
         if base not in self._exports:

@@ -266,9 +266,9 @@ class Event(_Owned):
 # --- memory of other processes ------------------------------------------------------------------------------
 
 
-def address_range(address: int) -> tuple[int, int]:
+def address_range(address: int, *, device: int = 0) -> tuple[int, int]:
     """Base address and size of the allocation that `address` lies in: what is exported is always all of it."""
-    status, base, nbytes = native().address_range(address)
+    status, base, nbytes = native().address_range(device, address)
     check(status, f"asking for the allocation at {address:#x}")
     return base, nbytes
 

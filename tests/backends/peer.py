@@ -176,6 +176,8 @@ class _Servant:
 
 
 def _serve(pipe: Connection, backend: str, options: dict[str, Any]) -> None:
+    if "KVXFER_PEER_GPU" in os.environ:  # before anything of CUDA is loaded
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["KVXFER_PEER_GPU"]
     servant = _Servant(backend, options)
     with servant.connector, contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:
