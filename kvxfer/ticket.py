@@ -130,8 +130,8 @@ def _key(secret: bytes) -> bytes:
 
 
 def digest(data: bytes) -> bytes:
-    """The digest that tickets carry of records and fingerprints."""
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+    """The digest of records and fingerprints in tickets: SHA-256, the fastest in hardware, cut to 128 bits."""
+    return hashlib.sha256(data).digest()[:DIGEST_BYTES]
 
 
 def fingerprint_digest(fingerprint: Mapping[str, str]) -> bytes:
