@@ -2,6 +2,7 @@
 // that the plan has checked already and knows no array library.
 #include <nanobind/nanobind.h>
 
+#include "cpu/block_ids.h"
 #include "cpu/convert.h"
 #include "cpu/move.h"
 #include "cpu/process_memory.h"
@@ -118,6 +119,14 @@ NB_MODULE(_native, m) {
       },
       nb::arg("pid"), nb::arg("write"), nb::arg("runs"), nb::arg("count"));
 
+  m.def(
+      "check_block_ids",
+      [](std::uint64_t ids, std::int64_t count, std::int64_t num_blocks, bool unique) {
+        std::int64_t where = -1;
+        const cpu::IdProblem problem = cpu::check_block_ids(at<const std::int32_t>(ids), count, num_blocks, unique, where);
+        return nb::make_tuple(static_cast<int>(problem), where);
+      },
+      nb::arg("ids"), nb::arg("count"), nb::arg("num_blocks"), nb::arg("unique"));
   m.def("load_word", [](std::uint64_t address) { return cpu::load_word(at<const std::uint64_t>(address)); });
   m.def("store_word", [](std::uint64_t address, std::uint64_t value) {
     cpu::store_word(at<std::uint64_t>(address), value);

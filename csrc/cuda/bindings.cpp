@@ -5,4 +5,5 @@
 NB_MODULE(_cuda, m) {
   kvxfer::cuda::bind_device(m);
   kvxfer::cuda::bind_move(m);
+  kvxfer::cuda::bind_convert(m);
 }

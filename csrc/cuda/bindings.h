@@ -4,7 +4,8 @@
 
 namespace kvxfer::cuda {
 
-void bind_device(nanobind::module_& m);  // device.h
-void bind_move(nanobind::module_& m);    // prepare.h, move.h, walk.h, checksum.h
+void bind_device(nanobind::module_& m);   // device.h
+void bind_move(nanobind::module_& m);     // prepare.h, move.h, walk.h, checksum.h
+void bind_convert(nanobind::module_& m);  // convert.h, convert_walk.h
 
 }  // namespace kvxfer::cuda

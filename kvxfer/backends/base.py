@@ -49,7 +49,7 @@ class Registration:
 class RemoteRegion:
     """A peer's registered memory as seen through a link.
 
-    `mapped_address` is its address in this process, or None. `remote_address` is its address in the peer's own
+    `mapped_address` is its address in this process, or None; `why_not_mapped` may then say why. `remote_address` is its address in the peer's own
     address space, which is what runs handed to `Link.post` count in. `mapping` keeps the memory mapped: whoever uses
     the address holds on to the region.
     """
@@ -58,6 +58,7 @@ class RemoteRegion:
     mapped_address: int | None
     remote_address: int
     mapping: Any = None
+    why_not_mapped: str = ""
 
 
 class Operation(abc.ABC):

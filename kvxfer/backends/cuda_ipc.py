@@ -122,7 +122,15 @@ class CudaIpcBackend(Backend):
         mapping = self._mappings.get(opened.base)
         if mapping is None:
             device = cuda.current_device() if self.device is None else self.device
-            mapping = self._mappings[opened.base] = _Mapping(opened.base, device)
+            try:
+                mapping = self._mappings[opened.base] = _Mapping(opened.base, device)
+            except cuda.CudaError as error:  # no peer access between the GPUs, say: the packed way remains
+                return RemoteRegion(
+                    nbytes=opened.nbytes,
+                    mapped_address=None,
+                    remote_address=opened.address,
+                    why_not_mapped=f"the peer's GPU memory cannot be mapped: {error}",
+                )
         if opened.offset + opened.nbytes > mapping.nbytes:
             raise BackendError(
                 f"the peer's region ends at byte {opened.offset + opened.nbytes} of an allocation of {mapping.nbytes}"

@@ -2,11 +2,12 @@
 
 Importing this package touches no driver and loads no extension; the first call does. Where the extension was not
 built, that call raises MissingExtra; where there is no driver or no GPU, BackendError with CUDA's own name for it.
-Imports NumPy, plan and errors; never torch or CuPy. Addresses, streams and events are plain integers.
+Imports NumPy, plan, formats and errors; never torch or CuPy. Addresses, streams and events are plain integers.
 """
 
 from kvxfer.cuda.digest import checksum, checksum_on_device
 from kvxfer.cuda.native import CudaError, available, why_unavailable
+from kvxfer.cuda.packed import PreparedCudaPackedPlan
 from kvxfer.cuda.plan import PreparedCudaPlan
 from kvxfer.cuda.runtime import (
     DeviceMemory,
@@ -38,6 +39,7 @@ __all__ = [
     "DeviceMemory",
     "Event",
     "PinnedMemory",
+    "PreparedCudaPackedPlan",
     "PreparedCudaPlan",
     "Stream",
     "address_range",

@@ -186,15 +186,20 @@ class Peer:
                 raise InvalidLayout(f"region {region.name!r}: layout {region.nbytes} bytes, handle {opened.nbytes}")
             regions.append(opened)
         private = [r.name for r, o in zip(info.layout.regions, regions, strict=True) if o.mapped_address is None]
+        reasons = {opened.why_not_mapped for opened in regions if opened.why_not_mapped}
         on_gpu = any(region.device != "cpu" for region in info.layout.regions)
         ways = {
-            "mapped": f"regions {private[:3]} lie in private memory (kvxfer.shared_empty makes shared memory)"
-            if private
-            else "",
+            "mapped": "; ".join(sorted(reasons)) or _why_private(private),
             "direct": _why_not_direct(self.link, on_gpu),
             "packed": "",
         }
         return RemoteCache(info, regions, ways)
+
+
+def _why_private(regions: Sequence[str]) -> str:
+    if not regions:
+        return ""
+    return f"regions {list(regions[:3])} lie in private memory (kvxfer.shared_empty makes shared memory)"
 
 
 def _why_not_direct(link: Link, on_gpu: bool) -> str:

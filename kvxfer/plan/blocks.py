@@ -7,8 +7,11 @@ from functools import lru_cache
 
 import numpy as np
 
+from kvxfer import _native
 from kvxfer.errors import InvalidBlocks, InvalidRequest, UnknownGroup
 from kvxfer.layout import CacheLayout, Group, GroupKind, Record
+
+_OUT_OF_RANGE = 1
 
 BlockLists = Mapping[str, "Sequence[int] | np.ndarray"]
 """Block ids per group, right-aligned: the last id is the block that holds the last token."""
@@ -84,22 +87,25 @@ def _check_list(group: Group, ids: Sequence[int] | np.ndarray, tokens: int, role
                 f"{where}: {tokens} tokens need the last {least} blocks of {needed}, got a list of "
                 f"{len(given)}"
             )
-    if given.size and not 0 <= int(given.min()) <= int(given.max()) < group.num_blocks:
-        bad = given[(given < 0) | (given >= group.num_blocks)][0]
-        raise InvalidBlocks(f"{where}: block ids are 0 to {group.num_blocks - 1}, got {bad}")
-    checked = np.ascontiguousarray(given, np.int32)
-    if role == "destination" and _has_duplicates(checked, group.num_blocks):
-        values, counts = np.unique(checked, return_counts=True)
-        raise InvalidBlocks(f"{where}: block {values[counts > 1][0]} stands more than once")
+    checked = _as_int32(given, group, where)
+    problem, index = _native.check_block_ids(
+        checked.ctypes.data, len(checked), group.num_blocks, role == "destination"
+    )
+    if problem == _OUT_OF_RANGE:
+        raise InvalidBlocks(f"{where}: block ids are 0 to {group.num_blocks - 1}, got {checked[index]}")
+    if problem:
+        raise InvalidBlocks(f"{where}: block {checked[index]} stands more than once")
     return checked
 
 
-def _has_duplicates(ids: np.ndarray, num_blocks: int) -> bool:
-    if len(ids) * 64 < num_blocks:
-        return len(np.unique(ids)) < len(ids)
-    seen = np.zeros(num_blocks, np.bool_)
-    seen[ids] = True
-    return int(np.count_nonzero(seen)) < len(ids)
+def _as_int32(given: np.ndarray, group: Group, where: str) -> np.ndarray:
+    """Contiguous int32; ids that do not fit are out of range."""
+    if given.dtype == np.int32 or not given.size:
+        return np.ascontiguousarray(given, np.int32)
+    if not -(2**31) <= int(given.min()) <= int(given.max()) < 2**31:
+        bad = given[(given < 0) | (given >= group.num_blocks)][0]
+        raise InvalidBlocks(f"{where}: block ids are 0 to {group.num_blocks - 1}, got {bad}")
+    return np.ascontiguousarray(given, np.int32)
 
 
 # --- groups that overlay the same memory --------------------------------------------------------------------

@@ -7,13 +7,13 @@
 #   WHEELS=...      folder of wheels to install first, for a machine without a package index
 #   PREBUILT=...    folder that holds _native*.so and _cuda*.so already: nothing is compiled
 #   ARCHS=90-real   what to compile for
-#   STEPS="tests peer bench sanitizer"
+#   STEPS="tests formats peer bench bench_formats sanitizer sanitizer_formats"
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 export OUT=${OUT:-$PWD/build/gpu} PYTHONUNBUFFERED=1
 TARGET=${TARGET:-$(mktemp -d)}
 ARCHS=${ARCHS:-90-real}
-STEPS=${STEPS:-tests peer bench sanitizer}
+STEPS=${STEPS:-tests formats peer bench bench_formats sanitizer sanitizer_formats}
 PYTHON=${PYTHON:-python3}
 LOGS="$TARGET/.logs"
 mkdir -p "$OUT" "$LOGS"
@@ -50,11 +50,24 @@ ls -l kvxfer/*.so
 
 for name in $STEPS; do
   case $name in
-    tests) step tests 240 "$PYTHON" -m pytest -q -m "not multi_gpu" tests/gpu ;;
-    peer) step peer 180 "$PYTHON" -m pytest -q -m multi_gpu tests/gpu/test_cuda_peer.py ;;
+    tests)
+      step tests 240 "$PYTHON" -m pytest -q -m "not multi_gpu" tests/gpu \
+        --ignore tests/gpu/test_cuda_formats.py --ignore tests/gpu/test_cuda_formats_mapping.py
+      ;;
+    formats)
+      step formats 280 "$PYTHON" -m pytest -q --maxfail=40 tests/gpu/test_cuda_formats.py
+      grep -E "^FAILED|passed|failed" "$LOGS/formats.log" | tail -n 45
+      ;;
+    peer)
+      step peer 180 "$PYTHON" -m pytest -q -m multi_gpu tests/gpu/test_cuda_peer.py tests/gpu/test_cuda_formats_peer.py
+      ;;
     bench)
       step bench 230 "$PYTHON" benchmarks/bench_cuda_copy.py --json "$OUT/cuda_copy.json"
       tail -c 9000 "$LOGS/bench.log"
+      ;;
+    bench_formats)
+      step bench_formats 150 "$PYTHON" benchmarks/bench_cuda_formats.py --json "$OUT/cuda_formats.json"
+      tail -c 9000 "$LOGS/bench_formats.log"
       ;;
     sanitizer)
       sanitizer=$(command -v compute-sanitizer) || { echo "== sanitizer: not installed"; continue; }
@@ -64,6 +77,16 @@ for name in $STEPS; do
       done
       wait # for all four; each has said how it ended, and a log without "0 errors" is one to read
       grep -H "ERROR SUMMARY\|RACECHECK SUMMARY" "$LOGS"/{mem,race,init,sync}check.log
+      ;;
+    sanitizer_formats)
+      sanitizer=$(command -v compute-sanitizer) || { echo "== sanitizer: not installed"; continue; }
+      for tool in memcheck racecheck initcheck synccheck; do
+        step "formats_$tool" 200 "$sanitizer" --tool "$tool" --error-exitcode 9 "$PYTHON" -m pytest -q \
+          -p no:cacheprovider tests/gpu/test_cuda_formats.py \
+          -k "every_pair and not infinity and (24 or 656)" &
+      done
+      wait
+      grep -H "ERROR SUMMARY\|RACECHECK SUMMARY" "$LOGS"/formats_{mem,race,init,sync}check.log
       ;;
     *) echo "unknown step $name" && failed=1 ;;
   esac
