@@ -49,9 +49,9 @@ class Registration:
 class RemoteRegion:
     """A peer's registered memory as seen through a link.
 
-    `mapped_address` is its address in this process, or None; `why_not_mapped` may then say why. `remote_address` is its address in the peer's own
-    address space, which is what runs handed to `Link.post` count in. `mapping` keeps the memory mapped: whoever uses
-    the address holds on to the region.
+    `mapped_address` is its address in this process, or None; `why_not_mapped` may then say why. `remote_address` is its
+    address in the peer's own address space, which is what runs handed to `Link.post` count in. `mapping` keeps the
+    memory mapped: whoever uses the address holds on to the region.
     """
 
     nbytes: int

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 
 from kvxfer.cuda.native import check, native
+from kvxfer.cuda.packed import PreparedCudaPackedPlan
+from kvxfer.cuda.plan import PreparedCudaPlan
 from kvxfer.cuda.runtime import DeviceMemory, Event, PinnedMemory, Stream
 
 _POLL_S = 20e-6
@@ -28,17 +30,22 @@ class Lane:
         self._tables: DeviceMemory | None = None
         self._pinned: PinnedMemory | None = None
         self._scratch: DeviceMemory | None = None
+        self._flag: PinnedMemory | None = None
 
-    def tables(self, nbytes: int) -> int:
-        """Address of device memory for plan tables. What was there before is gone."""
+    def upload(self, prepared: PreparedCudaPlan | PreparedCudaPackedPlan) -> None:
+        """Enqueue a plan's tables into this lane's memory; an earlier plan's are gone."""
+        nbytes = prepared.table_bytes
         self._tables = self._grown(self._tables, nbytes)
-        return self._tables.address
-
-    def pinned(self, nbytes: int) -> PinnedMemory:
-        """Pinned host memory that tables pass through."""
         if self._pinned is None or self._pinned.nbytes < nbytes:
             self._pinned = PinnedMemory(max(_LEAST_BYTES, 2 * nbytes))
-        return self._pinned
+        prepared.upload(stream=self.stream.address, memory=self._tables.address, pinned=self._pinned.array)
+
+    def cleared_flag(self) -> PinnedMemory:
+        """A word that kernels set and the host reads after `finish`, now 0."""
+        if self._flag is None:
+            self._flag = PinnedMemory(16)
+        self._flag.array[:] = 0
+        return self._flag
 
     def scratch(self, nbytes: int) -> int:
         """Address of device memory for one packed chunk."""

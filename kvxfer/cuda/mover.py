@@ -8,9 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from kvxfer.cuda.lanes import Lane, Lanes
+from kvxfer.cuda.packed import PreparedCudaPackedPlan
 from kvxfer.cuda.plan import PreparedCudaPlan
 from kvxfer.cuda.runtime import copy_bytes
-from kvxfer.errors import InvalidRequest
+from kvxfer.errors import NonFiniteValue
 from kvxfer.formats import PackedPlan
 from kvxfer.plan import Chunk, TransferPlan
 
@@ -61,19 +62,34 @@ class CudaPackedPlan:
     """A packed plan for blocks in the memory of one GPU; the packed bytes lie in host memory."""
 
     def __init__(self, plan: PackedPlan, lanes: Lanes, *, max_sms: int) -> None:
-        """Raises InvalidRequest for a wire format or a conversion that has no GPU kernels."""
-        if plan.raw is None:
-            raise InvalidRequest(
-                f"wire format {str(plan.wire)!r} between these caches has no GPU kernels yet; use wire='raw' "
-                "between caches of one format"
-            )
         self.plan = plan
-        self._raw = CudaPlan(plan.raw, lanes, max_sms=max_sms)
+        self._lanes, self._max_sms = lanes, max_sms
 
     def pack(self, chunk: Chunk, src_bases: np.ndarray, wire: int, *, threads: int = 1, check: bool = True) -> None:
-        """Source blocks to the packed bytes at address `wire`."""
-        self._raw.gather(chunk, src_bases, wire)
+        """Source blocks to the packed bytes at address `wire`.
+
+        With `check`, raises NonFiniteValue for NaN or infinity under a lossy codec.
+        """
+        with self._lanes.lane() as lane:
+            prepared, scratch = self._prepare(lane, src_bases, None), lane.scratch(chunk.wire_bytes)
+            flag = lane.cleared_flag()
+            prepared.pack(chunk, scratch, stream=lane.stream.address, max_sms=self._max_sms, nonfinite=flag.address)
+            copy_bytes(wire, scratch, chunk.wire_bytes, device=lane.device, stream=lane.stream.address)
+            lane.finish()
+            if check and flag.array[:4].any():
+                raise NonFiniteValue(
+                    f"wire format {self.plan.wire} packs finite values only, and this chunk holds NaN or infinity; "
+                    "send this cache with wire='raw', or switch the check off to let them saturate"
+                )
 
     def unpack(self, chunk: Chunk, wire: int, dst_bases: np.ndarray, *, threads: int = 1) -> None:
         """The packed bytes at address `wire` to destination blocks."""
-        self._raw.scatter(chunk, wire, dst_bases)
+        with self._lanes.lane() as lane:
+            prepared, scratch = self._prepare(lane, None, dst_bases), lane.scratch(chunk.wire_bytes)
+            copy_bytes(scratch, wire, chunk.wire_bytes, device=lane.device, stream=lane.stream.address)
+            prepared.unpack(chunk, scratch, stream=lane.stream.address, max_sms=self._max_sms)
+
+    def _prepare(self, lane: Lane, src: np.ndarray | None, dst: np.ndarray | None) -> PreparedCudaPackedPlan:
+        prepared = PreparedCudaPackedPlan(self.plan, device=lane.device, src_bases=src, dst_bases=dst)
+        lane.upload(prepared)
+        return prepared
