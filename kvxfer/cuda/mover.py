@@ -53,8 +53,7 @@ class CudaPlan:
 
     def _prepare(self, lane: Lane, src: np.ndarray | None, dst: np.ndarray | None) -> PreparedCudaPlan:
         prepared = PreparedCudaPlan(self.plan, device=lane.device, src_bases=src, dst_bases=dst)
-        pinned = lane.pinned(prepared.table_bytes)
-        prepared.upload(stream=lane.stream.address, memory=lane.tables(prepared.table_bytes), pinned=pinned.array)
+        lane.upload(prepared)
         return prepared
 
 
