@@ -5,14 +5,16 @@ Imports node, fetch, send, packed and plan; made by `Connector.register`.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from kvxfer import formats, kernels
+from kvxfer import checks, formats, kernels
 from kvxfer import ticket as tickets
 from kvxfer.arrays import Span, span_of
+from kvxfer.backends.base import Registration
 from kvxfer.control.messages import Claim, Pull, RegionHandles, Role
 from kvxfer.errors import (
     BufferTooSmall,
@@ -48,8 +50,16 @@ class Cache:
     that were registered the cache holds references, of bare addresses it cannot.
     """
 
-    def __init__(self, node: Node, name: str, arrays: Mapping[str, Any] | None, layout: CacheLayout) -> None:
+    def __init__(
+        self,
+        node: Node,
+        name: str,
+        arrays: Mapping[str, Any] | None,
+        layout: CacheLayout,
+        scales: Mapping[str, Mapping[str, float]],
+    ) -> None:
         self.name = name
+        self.scales = _checked_scales(scales, layout)
         self._node = node
         self._spans = _spans(arrays, layout)
         self.layout = layout.bind({region: span.address for region, span in self._spans.items()})
@@ -58,7 +68,8 @@ class Cache:
         self.device = _one_device(layout)
         self.fingerprint = tickets.fingerprint_digest(layout.fingerprint)
         self._used: OrderedDict[bytes, object] = OrderedDict()
-        registrations = [
+        self._registrations: list[dict[str, Registration]] = []
+        self._registrations = [
             {
                 backend.name: backend.register(region.address, region.nbytes, region.device)
                 for backend in node.backends.values()
@@ -68,7 +79,7 @@ class Cache:
         ]
         self.handles = tuple(
             RegionHandles(nbytes=region.nbytes, handles={name: r.handle for name, r in by_backend.items()})
-            for region, by_backend in zip(self.layout.regions, registrations, strict=True)
+            for region, by_backend in zip(self.layout.regions, self._registrations, strict=True)
         )
         _ = node.table  # allocated now, so that a full /dev/shm is seen here
 
@@ -111,13 +122,22 @@ class Cache:
         self._publish(lease, record, numbered_here=ticket is None)
         return lease
 
-    def fetch(self, ticket: AnyTicket, *, into: BlockLists, wire: str = "raw", timeout_s: float = 30.0) -> Fetch:
+    def fetch(
+        self,
+        ticket: AnyTicket,
+        *,
+        into: BlockLists,
+        wire: str = "raw",
+        timeout_s: float = 30.0,
+        allow_missing: bool = False,
+    ) -> Fetch:
         """Start reading leased blocks into this cache's blocks; returns at once.
 
         `into` maps each group to destination block ids, right-aligned: a list that is shorter than the prompt fetches
         the suffix that it covers (an empty one nothing), for what is cached here already. The destination blocks belong
         to the transfer until it is done; what fails leaves them undefined. A ticket is good for one fetch that
-        succeeds; the lease is then released.
+        succeeds; the lease is then released. Layers that only this side has (those of a draft model, say) are refused,
+        unless `allow_missing`: ``stats.missing`` then names what was not fetched.
 
         Raises InvalidTicket, UnknownGroup, InvalidBlocks, UnknownWireFormat, InvalidRequest, Closed at once, with
         nothing written. Everything else is raised by the transfer: LeaseExpired, PeerGone, DeadlineExceeded,
@@ -132,7 +152,7 @@ class Cache:
             raise InvalidTicket("this ticket is for sending into a reservation; fetch wants one from publish()")
         lists = check_blocks(self.layout, into, tokens=parsed.tokens, role="destination")
         self._check_writable()
-        fetch = Fetch(node, self, parsed, lists, wire=wire, timeout_s=timeout_s)
+        fetch = Fetch(node, self, parsed, lists, wire=wire, timeout_s=timeout_s, allow_missing=allow_missing)
         self._use(parsed, fetch)
         node.track(fetch)
         fetch.start()
@@ -181,11 +201,13 @@ class Cache:
         layerwise: bool = False,
         wire: str = "raw",
         timeout_s: float = 30.0,
+        allow_missing: bool = False,
     ) -> Send:
         """Start writing this cache's blocks into a peer's reservation; returns at once.
 
         `blocks` are source lists as in `publish`, for the ticket's token count; they must stay as they are until the
-        transfer is done. With `layerwise` each layer moves after `Send.layer_ready`.
+        transfer is done. With `layerwise` each layer moves after `Send.layer_ready`. `allow_missing` as in `fetch`:
+        layers that only the receiver has are left as they are.
 
         Ranks are paired one to one; both engines must have equally many. Raises like `fetch`, and of the transfer
         InvalidRequest where they have not.
@@ -197,7 +219,16 @@ class Cache:
         if parsed.role is not Role.SEND:
             raise InvalidTicket("this ticket is for fetching a lease; send wants one from reserve()")
         lists = check_blocks(self.layout, blocks, tokens=parsed.tokens, role="source")
-        send = Send(node, self, parsed, lists, layerwise=layerwise, wire=wire, timeout_s=timeout_s)
+        send = Send(
+            node,
+            self,
+            parsed,
+            lists,
+            layerwise=layerwise,
+            wire=wire,
+            timeout_s=timeout_s,
+            allow_missing=allow_missing,
+        )
         self._use(parsed, send)
         node.track(send)
         send.start()
@@ -223,6 +254,12 @@ class Cache:
         ):
             raise LeaseExpired("the reservation has ended; send earlier, or reserve with more ttl_s")
         reservation.claim(peer, claim)
+
+    def deregister(self) -> None:
+        """Withdraw the regions from the backends: the cache was never announced."""
+        for by_backend in self._registrations:
+            for name, registration in by_backend.items():
+                self._node.backends[name].deregister(registration)
 
     # --- kernels --------------------------------------------------------------------------------------------
 
@@ -305,11 +342,14 @@ def sign_ticket(
     ttl_s: float,
     request_id: str,
     fingerprint: bytes,
+    holds_slot_s: float | None = None,
 ) -> Ticket:
-    """A ticket under a new lease slot and number of this process. Raises LeaseTableFull, InvalidRequest."""
-    if not isinstance(request_id, str) or len(request_id.encode()) > _MAX_REQUEST_ID:
-        raise InvalidRequest(f"request_id must be a str of at most {_MAX_REQUEST_ID} bytes, got {request_id!r:.80}")
-    slot, lease = node.numbers.take()
+    """A ticket under a new lease slot and number of this process. Raises LeaseTableFull, InvalidRequest.
+
+    `holds_slot_s` bounds how long the slot is taken, for tickets whose lease ends in other processes.
+    """
+    checks.text("request_id", request_id, longest=_MAX_REQUEST_ID, empty=True)
+    slot, lease = node.numbers.take(holds_slot_s)
     try:
         return tickets.sign(
             node.secret,
@@ -347,6 +387,7 @@ def _spans(arrays: Mapping[str, Any] | None, layout: CacheLayout) -> dict[str, S
             f"the layout's regions are {sorted(names)[:8]}, the arrays are called {sorted(arrays.keys())[:8]}"
         )
     spans = {region.name: span_of(region.name, arrays[region.name]) for region in layout.regions}
+    _check_apart(spans)
     for region in layout.regions:
         span = spans[region.name]
         if span.nbytes < region.nbytes:
@@ -358,6 +399,28 @@ def _spans(arrays: Mapping[str, Any] | None, layout: CacheLayout) -> dict[str, S
     return spans
 
 
+def _check_apart(spans: Mapping[str, Span]) -> None:
+    ordered = sorted((span.device, span.address, span.nbytes, name) for name, span in spans.items() if span.nbytes)
+    for (device, start, nbytes, name), (other, address, _, second) in itertools.pairwise(ordered):
+        if device == other and address < start + nbytes:
+            raise InvalidLayout(
+                f"regions {name!r} and {second!r} share memory: register the storage once, as one region"
+            )
+
+
+def _checked_scales(scales: Mapping[str, Mapping[str, float]], layout: CacheLayout) -> dict[str, dict[str, float]]:
+    checks.instance("scales", scales, Mapping)
+    checked: dict[str, dict[str, float]] = {}
+    for layer, planes in scales.items():
+        if layer not in layout.layers:
+            raise InvalidRequest(f"scales name layer {layer!r}, which the layout does not have")
+        checks.instance(f"scales of layer {layer!r}", planes, Mapping)
+        for plane, scale in planes.items():
+            checks.positive(f"the scale of {layer!r} {plane!r}", scale)
+        checked[layer] = {plane: float(scale) for plane, scale in planes.items()}
+    return checked
+
+
 def _one_device(layout: CacheLayout) -> str:
     devices = sorted({region.device for region in layout.regions})
     if len(devices) > 1:
@@ -367,5 +430,4 @@ def _one_device(layout: CacheLayout) -> str:
 
 def check_ttl(ttl_s: float, limit: float) -> None:
     """InvalidRequest unless a lease may run for `ttl_s` seconds."""
-    if not 0 < ttl_s <= limit:
-        raise InvalidRequest(f"ttl_s must be over 0 and at most {limit:g} (max_ttl_s), got {ttl_s!r}")
+    checks.seconds("ttl_s (bounded by max_ttl_s)", ttl_s, most=limit)

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvxfer import checks
 from kvxfer import ticket as tickets
 from kvxfer.backends.base import Backend
 from kvxfer.backends.discovery import start_backends
@@ -82,10 +83,20 @@ class Connector:
         Raises InvalidRequest, NoCommonBackend, SharedMemoryFull.
         """
         key = auth.secret_bytes(secret)
-        if not name or len(name) > 64 or len(engine or "") > 64:
-            raise InvalidRequest("name and engine must have 1 to 64 characters")
-        if not 0 <= rank < ranks:
-            raise InvalidRequest(f"rank must be 0 to {ranks - 1}, got {rank}")
+        checks.text("name", name)
+        if engine is not None:
+            checks.text("engine", engine)
+        if generation is not None:
+            checks.integer("generation", generation, 0, 2**63 - 1)
+        checks.integer("rank", rank, 0, checks.integer("ranks", ranks, 1, 1 << 20) - 1)
+        checks.endpoint("listen", listen)
+        if advertise is not None:
+            checks.endpoint("advertise", advertise)
+        if limits is not None:
+            checks.instance("limits", limits, Limits)
+        _check_members(members or {})
+        if isinstance(ways, str) or not isinstance(ways, Sequence):
+            raise InvalidRequest(f"ways must be a sequence of {', '.join(WAYS)}; got {ways!r:.80}")
         if checksums:
             need("xxhash", "checksum")
         unknown = [way for way in ways if way not in WAYS]
@@ -149,35 +160,55 @@ class Connector:
     def set_members(self, members: Mapping[int, str]) -> None:
         """Tell peers that dial from now on where the engine's ranks listen (rank: endpoint)."""
         self._node.check_open()
+        _check_members(members)
         self._node.on_progress(lambda: self._node.set_identity(members=dict(members)))
 
     # --- caches and tickets ---------------------------------------------------------------------------------
 
-    def register(self, arrays: Mapping[str, Any] | None, layout: CacheLayout, *, name: str = "kv") -> Cache:
+    def register(
+        self,
+        arrays: Mapping[str, Any] | None,
+        layout: CacheLayout,
+        *,
+        name: str = "kv",
+        scales: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> Cache:
         """Register a paged cache.
 
         `arrays` maps the layout's region names to contiguous NumPy arrays, torch tensors or CuPy arrays; None takes the
         addresses in the layout, whose memory the caller keeps. Memory from `kvxfer.shared_empty` is read and written by
         peers of this host in place.
 
+        `scales` maps layers to their planes' scales, where values are stored divided by one factor per tensor that is
+        not in the cache itself (``{"layers.0": {"k": 0.5, "v": 0.25}}`` for fp8 keys and values): a transfer between
+        caches of other formats or scales applies it. A plane that is not named has scale 1.
+
         Raises InvalidLayout, InvalidRequest, BufferTooSmall, SharedMemoryFull, Closed.
         """
         node = self._node
         node.check_open()
-        if name in node.caches:
-            raise InvalidRequest(f"there is a cache {name!r} already; pass another name")
+        checks.text("the cache's name", name)
+        checks.instance("layout", layout, CacheLayout)
+        if arrays is not None:
+            checks.instance("arrays", arrays, Mapping)
         for region in layout.regions:
             if not any(region.device.split(":")[0] in b.capabilities.devices for b in node.backends.values()):
                 raise NoCommonBackend(
                     f"region {region.name!r} is on {region.device!r}; none of {', '.join(node.backends)} reaches it"
                 )
-        cache = Cache(node, name, arrays, layout)
+        cache = Cache(node, name, arrays, layout, scales or {})
 
         def announce() -> None:
+            if name in node.caches:
+                raise InvalidRequest(f"there is a cache {name!r} already; pass another name")
             node.caches[name] = cache
             node.directory.announce()
 
-        node.on_progress(announce)
+        try:
+            node.on_progress(announce)
+        except InvalidRequest:
+            cache.deregister()
+            raise
         return cache
 
     def issue(
@@ -203,6 +234,9 @@ class Connector:
         node.check_open()
         role_name = "source" if role is Role.FETCH else "destination"
         check_ttl(ttl_s, node.limits.max_ttl_s)
+        checks.text("cache", cache)
+        checks.instance("layout", layout, CacheLayout)
+        checks.instance("role", role, Role)
         lists = check_blocks(layout, blocks, tokens=tokens, role=role_name)
         ticket = sign_ticket(
             node,
@@ -213,13 +247,15 @@ class Connector:
             ttl_s=ttl_s,
             request_id=request_id,
             fingerprint=tickets.fingerprint_digest(layout.fingerprint),
+            holds_slot_s=node.limits.max_ttl_s,
         )
-        node.progress.post(lambda: node.progress.call_later(node.limits.max_ttl_s, lambda: self.retire(ticket)))
         return ticket
 
-    def retire(self, ticket: Ticket) -> None:
+    def retire(self, ticket: AnyTicket) -> None:
         """Every rank's lease of an issued ticket has ended: its slot may be used again. Idempotent."""
-        self._node.numbers.give_back(ticket.slot, ticket.lease)
+        parsed = tickets.parse(ticket, self._node.secret)
+        if (parsed.engine, parsed.generation) == (self._node.identity.engine, self._node.identity.generation):
+            self._node.numbers.give_back(parsed.slot, parsed.lease)
 
     def release(self, ticket: AnyTicket) -> None:
         """Tell the publisher that this rank will not fetch, or not again: a request was aborted, say.
@@ -244,8 +280,7 @@ class Connector:
         """
         node = self._node
         node.check_open()
-        if not ttl_s > 0:
-            raise InvalidRequest(f"ttl_s must be positive, got {ttl_s}")
+        checks.seconds("ttl_s", ttl_s)
         parsed = tickets.parse(ticket, node.secret)
         message = Renew(slot=parsed.slot, lease=parsed.lease, ttl_s=ttl_s)
         node.progress.post(
@@ -270,6 +305,13 @@ class Connector:
 
     def __repr__(self) -> str:
         return f"<Connector {self.name!r} at {self.endpoint}, backends {', '.join(self.backends)}>"
+
+
+def _check_members(members: Mapping[int, str]) -> None:
+    checks.instance("members", members, Mapping)
+    for rank, endpoint in members.items():
+        checks.integer("a rank in members", rank, 0, 1 << 20)
+        checks.endpoint(f"the endpoint of rank {rank}", endpoint)
 
 
 def _is_wildcard(endpoint: str) -> bool:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvxfer import kernels
+from kvxfer import checks, kernels
 from kvxfer.errors import InvalidRequest, InvalidTicket, LeaseTableFull
 from kvxfer.ticket import Ticket
 
@@ -70,15 +70,16 @@ class Lease:
         self._callbacks: list[Callable[[Lease], None]] = []
         self._lock = threading.Lock()
 
+    def __repr__(self) -> str:
+        return f"<Lease of request {self.ticket.request_id!r}: {self.state.value}>"
+
     def release(self) -> None:
         """Take the lease back now; fetches that have not been confirmed fail. Idempotent, from any thread."""
         self._node.end_lease(self, LeaseState.RELEASED)
 
     def renew(self, ttl_s: float) -> None:
         """Let it run for `ttl_s` seconds from now. Does nothing to a lease that has ended."""
-        if not ttl_s > 0:
-            raise InvalidRequest(f"ttl_s must be positive, got {ttl_s}")
-        self.deadline = time.monotonic() + ttl_s
+        self.deadline = time.monotonic() + checks.seconds("ttl_s", ttl_s)
 
     def add_done_callback(self, callback: Callable[[Lease], None]) -> None:
         """Call ``callback(lease)`` on the connector's progress thread once the blocks may be reused, also when it has
@@ -109,18 +110,24 @@ class SlotNumbers:
         self._slots = slots
         self._free = list(range(slots - 1, -1, -1))
         self._taken: dict[int, int] = {}  # slot: lease
+        self._deadlines: dict[int, float] = {}  # of slots that issued tickets hold
         self._leases = itertools.count(1)
         self._lock = threading.Lock()
 
-    def take(self) -> tuple[int, int]:
-        """A free slot and a new lease number. Raises LeaseTableFull."""
+    def take(self, holds_s: float | None = None) -> tuple[int, int]:
+        """A free slot and a new lease number, for `holds_s` seconds at most where given. Raises LeaseTableFull."""
         with self._lock:
             if not self._free:
+                self._reclaim()
+            if not self._free:
                 raise LeaseTableFull(
-                    f"all {self._slots} lease slots are in use: release leases, shorten ttl_s, or raise lease_slots"
+                    f"all {self._slots} lease slots are in use: release leases, retire issued tickets, shorten ttl_s, "
+                    "or raise lease_slots"
                 )
             slot, lease = self._free.pop(), next(self._leases)
             self._taken[slot] = lease
+            if holds_s is not None:
+                self._deadlines[slot] = time.monotonic() + holds_s
             return slot, lease
 
     def give_back(self, slot: int, lease: int) -> None:
@@ -128,7 +135,14 @@ class SlotNumbers:
         with self._lock:
             if self._taken.get(slot) == lease:
                 del self._taken[slot]
+                self._deadlines.pop(slot, None)
                 self._free.append(slot)
+
+    def _reclaim(self) -> None:
+        now = time.monotonic()
+        for slot in [slot for slot, deadline in self._deadlines.items() if deadline < now]:
+            del self._deadlines[slot], self._taken[slot]
+            self._free.append(slot)
 
     @property
     def in_use(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import logging
+import os
 import secrets
 import threading
 import time
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvxfer import checks
 from kvxfer.backends.base import Backend, Registration
 from kvxfer.control.channel import Channel, Session
 from kvxfer.control.messages import (
@@ -53,6 +55,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _DEAD_POLL_S = 0.25
+_MOST = {
+    "lease_slots": 1 << 24,
+    "lease_record_bytes": 1 << 40,
+    "staging_bytes": 1 << 44,
+    "chunk_bytes": 1 << 32,
+    "max_message_bytes": 1 << 30,
+    "copy_threads": 1024,
+    "mover_threads": 256,
+    "max_sms": 1024,
+}
 _MAX_SOURCES = 64  # of one peer
 _MAX_EARLY = 4096  # leases whose releases came before they were published
 
@@ -75,9 +87,10 @@ class Limits:
     max_sms: int = 16
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            if not getattr(self, name) > 0:
-                raise InvalidRequest(f"{name} must be positive, got {getattr(self, name)}")
+        for name, most in _MOST.items():
+            checks.integer(name, getattr(self, name), 1, most)
+        for name in ("max_ttl_s", "heartbeat_s", "peer_timeout_s", "dial_timeout_s"):
+            checks.seconds(name, getattr(self, name))
         if self.peer_timeout_s <= self.heartbeat_s:
             raise InvalidRequest(
                 f"peer_timeout_s ({self.peer_timeout_s:g}) must be longer than heartbeat_s ({self.heartbeat_s:g})"
@@ -125,6 +138,7 @@ class Node:
         self._expiry: Timer | None = None
         self._expiry_due = float("inf")
         self.closed = False
+        self._pid = os.getpid()
         self.kernels = Kernels(max_sms=limits.max_sms)
         self.pool = MoverPool(identity.name, limits.mover_threads)
         self.progress = ProgressThread(identity.name)
@@ -146,8 +160,15 @@ class Node:
 
     def check_open(self) -> None:
         """Closed unless the connector is open. Any thread."""
+        if self.is_foreign:
+            raise Closed(f"connector {self.identity.name!r} belongs to process {self._pid}, which forked this one")
         if self.closed:
             raise Closed(f"connector {self.identity.name!r} is closed")
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is a forked child, which shares the memory but has none of the threads."""
+        return os.getpid() != self._pid
 
     def on_progress(self, call: Callable[[], object]) -> object:
         """Run a call on the progress thread and return its result, or raise what it raised. Any thread."""
@@ -189,6 +210,8 @@ class Node:
 
     def close(self, drain_timeout_s: float = 5.0) -> None:
         """End transfers, leases, sessions, threads and memory, in that order; idempotent."""
+        if self.is_foreign:
+            return
         with self._lock:
             if self.closed:
                 return
@@ -199,6 +222,8 @@ class Node:
         for transfer in list(self.active):
             while not transfer.done() and time.monotonic() < until:
                 time.sleep(0.001)
+            if not transfer.done():
+                transfer.abandon()
         for lease in self.leases:
             self.end_lease(lease, LeaseState.RELEASED)
         self.pool.close()  # first: goodbye tells a peer that nothing is written into its memory any more
@@ -267,7 +292,7 @@ class Node:
             backends={name: backend.hello() for name, backend in self.backends.items()},
             lease_table=self._table_handles,
             caches=tuple(
-                CacheInfo(name=name, layout=cache.layout.unbound(), regions=cache.handles)
+                CacheInfo(name=name, layout=cache.layout.unbound(), regions=cache.handles, scales=cache.scales)
                 for name, cache in self.caches.items()
             ),
             reply=reply,
@@ -303,6 +328,8 @@ class Node:
         False when that had been done.
         """
         ticket = promise.ticket
+        if self.is_foreign:
+            return False
         with self._lock:
             if self.promises.get(ticket.slot) is not promise:
                 return False

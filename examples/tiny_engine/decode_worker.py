@@ -123,6 +123,7 @@ class DecodeWorker:
                     request_id=running.request_id,
                     tokens=running.tokens,
                     fetched_bytes=stats.bytes,
+                    wire_bytes=stats.wire_bytes,
                     fetch_seconds=stats.seconds,
                     backend=stats.backend,
                     way=stats.way,

@@ -61,6 +61,7 @@ class Decoded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request_id: str
     tokens: list[int]
     fetched_bytes: int
+    wire_bytes: int
     fetch_seconds: float
     backend: str
     way: str

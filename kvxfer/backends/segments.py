@@ -16,6 +16,7 @@ import ctypes
 import fcntl
 import itertools
 import logging
+import math
 import mmap
 import os
 import re
@@ -28,6 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvxfer import checks
 from kvxfer.errors import BackendError, InvalidRequest, SharedMemoryFull
 
 _log = logging.getLogger(__name__)
@@ -64,8 +66,7 @@ class Segment:
         Raises SharedMemoryFull when /dev/shm has no room. Memory is reserved at once, since a page that is missing
         later would kill the process (SIGBUS) instead of raising.
         """
-        if nbytes < 1:
-            raise InvalidRequest(f"a segment needs 1 byte or more, got {nbytes}")
+        checks.integer("a segment's size", nbytes, 1, 1 << 48)
         self.nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         self.name = _owner().next_name()
         path = DIRECTORY / self.name
@@ -228,14 +229,19 @@ def shared_empty(shape: int | tuple[int, ...], dtype: object = "uint8", *, like:
     """
     if like not in ("numpy", "torch"):
         raise InvalidRequest(f"like must be 'numpy' or 'torch', got {like!r}")
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    try:
+        shape = tuple(checks.integer("a dimension", n, 0, 1 << 48) for n in np.atleast_1d(np.asarray(shape, object)))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"shape must be an integer or several, got {shape!r:.80}") from error
     if like == "torch":
         return _shared_torch(shape, dtype)
     try:
         dtype = np.dtype(dtype)
     except TypeError as error:
         raise InvalidRequest(f"NumPy has no dtype {dtype!r}; for torch's own dtypes pass like='torch'") from error
-    return _shared_bytes(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize).view(dtype).reshape(shape)
+    if dtype.hasobject or not dtype.itemsize:
+        raise InvalidRequest(f"dtype {dtype} cannot lie in shared memory: it holds no plain bytes")
+    return _shared_bytes(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
 
 def _shared_bytes(nbytes: int) -> np.ndarray:
@@ -249,5 +255,5 @@ def _shared_torch(shape: tuple[int, ...], dtype: object):
     torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(torch_dtype, torch.dtype):
         raise InvalidRequest(f"torch has no dtype {dtype!r}")
-    count = int(np.prod(shape, dtype=np.int64))
+    count = math.prod(shape)
     return torch.from_dlpack(_shared_bytes(count * torch_dtype.itemsize)).view(torch_dtype).reshape(shape)

@@ -12,18 +12,24 @@ import dataclasses
 import json
 import os
 
+from kvxfer import checks
+from kvxfer.errors import InvalidRequest
+
 HELP = "hand a KV cache from a prefill process to a decode process"
 
 DEFAULT_PROMPT = "Why is the sky blue?"
+DEFAULT_MAX_TOKENS = 48
+DEFAULT_MODEL = "deepseek-ai/DeepSeek-V4.1-Flash"
+DEFAULT_TOKENS = 100_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``kvxfer demo``."""
-    parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="what to ask the model (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=48, help="longest answer in tokens (default %(default)s)")
+    parser.add_argument("--prompt", help=f"what to ask the model (default: {DEFAULT_PROMPT})")
+    parser.add_argument("--max-tokens", type=int, help=f"longest answer in tokens (default {DEFAULT_MAX_TOKENS})")
     parser.add_argument("--synthetic", action="store_true", help="random contents in the size of --model and --tokens")
-    parser.add_argument("--model", default="deepseek-ai/DeepSeek-V4.1-Flash", help="with --synthetic: a known model")
-    parser.add_argument("--tokens", type=int, default=100_000, help="with --synthetic: prompt length (%(default)s)")
+    parser.add_argument("--model", help=f"with --synthetic: a known model (default {DEFAULT_MODEL})")
+    parser.add_argument("--tokens", type=int, help=f"with --synthetic: prompt length (default {DEFAULT_TOKENS:,})")
     parser.add_argument("--memory", choices=("shared", "private"), default="shared", help="where the caches lie")
     parser.add_argument("--way", choices=("mapped", "direct", "packed"), help="force a way (default: the best)")
     parser.add_argument("--wire", default="raw", help="wire format (default %(default)s)")
@@ -39,7 +45,8 @@ class Report:
     way: str
     wire: str
     tokens: int
-    bytes: int
+    bytes: int  # of cache
+    wire_bytes: int  # that crossed between the processes
     seconds: float
     gigabytes_per_s: float
     verified: bool | None  # the bytes that arrived are those that were sent; None for a lossy wire format
@@ -53,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 when what arrived is what was sent."""
     # One BLAS thread a process, before NumPy is loaded: two processes share the cores.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    _take_defaults(args)
     if args.synthetic:
         from kvxfer.cli.demo_synthetic import demonstrate
     else:
@@ -66,18 +74,37 @@ def run(args: argparse.Namespace) -> int:
     return 1 if report.verified is False or (report.verified and report.text_matches is False) else 0
 
 
+def _take_defaults(args: argparse.Namespace) -> None:
+    """Fill in what was not given. Raises InvalidRequest for a flag of the other kind of demo."""
+    real = {"prompt": DEFAULT_PROMPT, "max_tokens": DEFAULT_MAX_TOKENS}
+    synthetic = {"model": DEFAULT_MODEL, "tokens": DEFAULT_TOKENS}
+    for name in real if args.synthetic else synthetic:
+        if getattr(args, name) is not None:
+            with_or_without = "without" if args.synthetic else "with"
+            raise InvalidRequest(f"--{name.replace('_', '-')} goes {with_or_without} --synthetic")
+    for name, default in (synthetic if args.synthetic else real).items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    for name in ("tokens", "max_tokens"):
+        if getattr(args, name) is not None:
+            checks.integer(f"--{name.replace('_', '-')}", getattr(args, name), 1, 1 << 32)
+
+
 def _print(report: Report) -> None:
     if report.text is not None:
         print(f"\n{report.text}\n")
     print(
         f"{report.bytes / 1e6:,.1f} MB of KV for {report.tokens:,} tokens of {report.model} "
         f"in {report.seconds * 1e3:,.1f} ms ({report.gigabytes_per_s:.2f} GB/s), "
-        f"backend {report.backend}, way {report.way}, wire {report.wire}"
+        f"backend {report.backend}, way {report.way}, wire {report.wire} ({report.wire_bytes / 1e6:,.1f} MB)"
     )
     if report.verified is not None:
         print(f"checksum of what arrived: {'equal' if report.verified else 'DIFFERS'}")
     if report.text_matches:
         print("one process alone writes the same text")
     elif report.text_matches is False:
-        print(f"one process alone writes the same {report.equal_tokens} tokens, then goes on differently:")
+        print(
+            f"with the exact cache the answer is another one from token {report.equal_tokens + 1} on (a lossy wire "
+            "format changes the cache, and this small model is easily led to another wording):"
+        )
         print(f"\n{report.reference_text}\n")

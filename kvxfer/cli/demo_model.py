@@ -36,6 +36,7 @@ def demonstrate(args: argparse.Namespace) -> Report:
         wire=answer.wire,
         tokens=len(prompt),
         bytes=answer.fetched_bytes,
+        wire_bytes=answer.wire_bytes,
         seconds=answer.fetch_seconds,
         gigabytes_per_s=answer.fetched_bytes / answer.fetch_seconds / 1e9,
         verified=answer.verified if formats.parse(answer.wire).lossless else None,

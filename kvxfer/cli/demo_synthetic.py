@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import hashlib
 import multiprocessing
+import os
 import secrets
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import numpy as np
 
 import kvxfer
 from kvxfer import formats
+from kvxfer.backends.segments import DIRECTORY
 from kvxfer.cli.demo import Report
 from kvxfer.cli.progress_bar import ProgressBar
 from kvxfer.errors import BackendError, InvalidRequest
@@ -21,14 +24,14 @@ from kvxfer.models import layout_for
 
 _START_TIMEOUT_S = 120.0
 _FETCH_TIMEOUT_S = 300.0
+_FILL_WORDS = 1 << 22
 _FINITE = 0xBFBF_BFBF_BFBF_BFBF  # clears the top exponent bit of bf16, fp16, fp32, e4m3 and e8m0: no NaN, no infinity
 
 
 def demonstrate(args: argparse.Namespace) -> Report:
     """Publish a random cache of the model's size in one process and fetch it in another."""
-    if args.tokens < 1:
-        raise InvalidRequest(f"--tokens must be 1 or more, got {args.tokens}")
     layout = _layout(args.model, args.tokens)
+    _check_room(layout, args.memory)
     secret = secrets.token_bytes(32)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -38,11 +41,27 @@ def demonstrate(args: argparse.Namespace) -> Report:
     try:
         return _decode(args, layout, secret, ours)
     except (EOFError, ConnectionError) as error:
-        raise BackendError("the prefill process ended early; its own output says why") from error
+        process.join(10)
+        raise BackendError(f"the prefill process ended early, with exit code {process.exitcode}") from error
     finally:
         ours.close()
         process.join(10)
         process.kill()
+
+
+def _check_room(layout: CacheLayout, memory: str) -> None:
+    """InvalidRequest unless both caches fit the memory that is free; the system would end a process otherwise."""
+    needed = 2 * sum(region.nbytes for region in layout.regions)
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    if memory == "shared":
+        room = os.statvfs(DIRECTORY)
+        free = min(free, room.f_bavail * room.f_frsize)
+    if needed * 5 // 4 > free:
+        raise InvalidRequest(
+            f"two caches of this size take {needed / 2**30:.1f} GiB of {memory} memory, and a quarter more to fill and "
+            f"check them; {free / 2**30:.1f} GiB are free: ask for fewer --tokens"
+        )
 
 
 def _layout(model: str, tokens: int) -> CacheLayout:
@@ -67,8 +86,10 @@ def _arrays(layout: CacheLayout, memory: str, seed: int | None) -> dict[str, np.
         array.fill(0)  # an engine's cache has been touched long before its first request
         if seed is not None:
             words = array[: region.nbytes // 8 * 8].view(np.uint64)
-            words[:] = np.random.default_rng(seed).integers(0, 2**64, len(words), np.uint64)
-            words &= np.uint64(_FINITE)
+            generator = np.random.default_rng(seed)
+            for first in range(0, len(words), _FILL_WORDS):
+                part = words[first : first + _FILL_WORDS]
+                part[:] = generator.integers(0, 2**64, len(part), np.uint64) & np.uint64(_FINITE)
         arrays[region.name] = array
     return arrays
 
@@ -129,6 +150,7 @@ def _decode(args: argparse.Namespace, layout: CacheLayout, secret: bytes, pipe: 
         wire=stats.wire,
         tokens=args.tokens,
         bytes=stats.bytes,
+        wire_bytes=stats.wire_bytes,
         seconds=stats.seconds,
         gigabytes_per_s=stats.gigabytes_per_s,
         verified=same if formats.parse(args.wire).lossless else None,

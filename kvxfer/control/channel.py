@@ -145,7 +145,7 @@ class Channel:
         self._router = self._socket(zmq.ROUTER, endpoint)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
-            self._router.bind(endpoint.replace(":0", ":*") if endpoint.endswith(":0") else endpoint)
+            self._router.bind(re.sub(r":0$", ":*", endpoint))
         except zmq.ZMQError as error:
             raise InvalidRequest(f"cannot listen on {endpoint!r}: {error}") from error
         self._progress.watch(self._router, lambda: self._read(self._router))

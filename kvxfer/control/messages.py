@@ -74,6 +74,7 @@ class CacheInfo(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     layout: CacheLayout
     regions: tuple[RegionHandles, ...]
+    scales: dict[str, dict[str, float]] = {}  # by layer and plane: factors that are not in the cache itself
 
 
 class Description(Message, tag="description"):
@@ -155,6 +156,7 @@ class Pull(Message, tag="pull"):
     into_cache: str
     blocks: dict[str, int]
     sources: int
+    allow_missing: bool
     offer: PackedOffer
 
 
@@ -170,6 +172,8 @@ class Claim(Message, tag="claim"):
     way: str
     wire: str
     blocks: dict[str, int]
+    nbytes: int  # of cache that will be written, for the receiver's statistics
+    allow_missing: bool
 
 
 class Grant(Message, tag="grant"):

@@ -44,6 +44,7 @@ class RemoteCache:
     def __init__(self, info: CacheInfo, regions: Sequence[RemoteRegion], ways: Mapping[str, str]) -> None:
         self.name = info.name
         self.layout: CacheLayout = info.layout
+        self.scales = info.scales
         self.regions = tuple(regions)
         self.device = self.layout.regions[0].device.split(":")[0]  # cpu or cuda
         self.ways = dict(ways)  # mapped, direct, packed: empty, or why not

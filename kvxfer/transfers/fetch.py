@@ -78,11 +78,13 @@ class Fetch(Transfer):
         *,
         wire: str,
         timeout_s: float,
+        allow_missing: bool,
     ) -> None:
         super().__init__(node.progress, timeout_s=timeout_s, what=f"fetch of request {ticket.request_id!r}")
         self._node, self._cache = node, cache
         self._ticket, self._dst_lists = ticket, dst_lists
         self._wire = wire
+        self.allow_missing = allow_missing
         self._retry_s = _FIRST_RETRY_S
         self._engine: Engine | None = None
         self._legs: list[Leg] = []
@@ -107,7 +109,7 @@ class Fetch(Transfer):
             )
             return
         try:
-            sources = sources_of(engine, self._ticket, self._cache, self._node, self._wire)
+            sources = sources_of(engine, self._ticket, self._cache, self._node, self._wire, self.allow_missing)
         except UnknownCache as error:
             self._try_again(f"cache {self._ticket.cache!r} of {self._ticket.engine!r}", error, engine)
             return
@@ -167,6 +169,7 @@ class Fetch(Transfer):
             ),
             copies=sum(copies_of(plan) for plan in plans),
             peers=len(legs),
+            missing=legs[0].source.join.missing if legs else (),
             conversation=packed,
         )
 
@@ -229,12 +232,14 @@ def release(node: Node, engine: Engine, ticket: Ticket) -> None:
     node.progress.post(lambda: node.directory.send_all(engine, message))
 
 
-def sources_of(engine: Engine, ticket: Ticket, cache: Cache, node: Node, wire: str) -> list[Source]:
+def sources_of(
+    engine: Engine, ticket: Ticket, cache: Cache, node: Node, wire: str, allow_missing: bool
+) -> list[Source]:
     """The ranks that together fill this rank's cache, joined. Kept with the engine.
 
     Raises InvalidTicket, FingerprintMismatch, LayoutMismatch.
     """
-    key = (ticket.cache, cache.name, ticket.fingerprint, wire)
+    key = (ticket.cache, cache.name, ticket.fingerprint, wire, allow_missing)
     known = engine.joins.get(key)
     if known is not None:
         return known
@@ -246,7 +251,15 @@ def sources_of(engine: Engine, ticket: Ticket, cache: Cache, node: Node, wire: s
         check_fingerprints(cache, remote, ticket)
     first = node.identity.rank % len(caches)
     layouts = tuple(remote.layout for remote in caches)
-    joins = join_packed(layouts, cache.layout, wire, first=first)
+    joins = join_packed(
+        layouts,
+        cache.layout,
+        wire,
+        first=first,
+        allow_missing=allow_missing,
+        src_scales=caches[0].scales,
+        dst_scales=cache.scales,
+    )
     together = Sources(
         key=new_transfer_id(), cache=ticket.cache, into_cache=cache.name, layouts=layouts, index=0, first=first
     )

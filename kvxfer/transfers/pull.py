@@ -83,6 +83,7 @@ class PullLeg:
                 into_cache=self._cache.name,
                 blocks=self._fetch.block_counts(),
                 sources=0 if together is None else together.key,
+                allow_missing=self._fetch.allow_missing,
                 offer=offer(self._node, loan, self._fetch.wire),
             )
         )
@@ -168,7 +169,7 @@ class Serve:
 
 def _join_for(peer: Peer, cache: Cache, pull: Pull, remote: RemoteCache) -> PackedJoin:
     """This rank's part of the peer's cache, kept with the peer. Raises what the peer is refused for."""
-    key = (cache.name, pull.into_cache, pull.sources, pull.offer.wire)
+    key = (cache.name, pull.into_cache, pull.sources, pull.offer.wire, pull.allow_missing)
     if key not in peer.joins:
         layouts, index, first = (cache.layout,), 0, 0
         if pull.sources:
@@ -178,7 +179,15 @@ def _join_for(peer: Peer, cache: Cache, pull: Pull, remote: RemoteCache) -> Pack
             layouts, index, first = told.layouts, told.index, told.first
             if layouts[index] != cache.layout.unbound():
                 raise InvalidRequest(f"layout {index} of the sources is not that of cache {cache.name!r}")
-        joins = join_packed(layouts, remote.layout, pull.offer.wire, first=first)
+        joins = join_packed(
+            layouts,
+            remote.layout,
+            pull.offer.wire,
+            first=first,
+            allow_missing=pull.allow_missing,
+            src_scales=cache.scales,
+            dst_scales=remote.scales,
+        )
         found = [joined for joined in joins if joined.source == index]
         if not found:
             raise InvalidRequest(f"cache {cache.name!r} has no part in what the peer asks for")

@@ -85,10 +85,17 @@ class Receive:
         self._reservation.waits_for(f"the bytes from {self._peer.identity.name}")
         if claim.way != "packed":
             self._complete = True
-            self._count(claim.way, 0, 0)
+            self._count(claim.way, max(0, claim.nbytes), max(0, claim.nbytes))
             self._begin(None)
             return
-        joined = join_packed([remote.layout], self._cache.layout, claim.wire)[0]
+        joined = join_packed(
+            [remote.layout],
+            self._cache.layout,
+            claim.wire,
+            allow_missing=claim.allow_missing,
+            src_scales=remote.scales,
+            dst_scales=self._cache.scales,
+        )[0]
         layers = remote.layout.layers if claim.layerwise else (None,)
         stages = packed_stages(self._cache, joined, claim.blocks, dst_lists, ticket.tokens, layers)
         self._complete = not any(stage.plan.wire_bytes for stage in stages)

@@ -71,13 +71,15 @@ class Send(Transfer):
         layerwise: bool,
         wire: str,
         timeout_s: float,
+        allow_missing: bool,
     ) -> None:
         super().__init__(node.progress, timeout_s=timeout_s, what=f"send of request {ticket.request_id!r}")
         self._node, self._cache = node, cache
         self._ticket, self._src_lists = ticket, src_lists
-        self._layerwise, self._wire = layerwise, wire
+        self._layerwise, self._wire, self._allow_missing = layerwise, wire, allow_missing
         self._layers = cache.layout.layers
         self._ready: set[int] = set() if layerwise else {0}
+        self._reported: dict[str, object] = {}
         self._events: dict[int, tuple[int, object]] = {}  # by stage: CUDA's handle and the object
         self._stages: list[PreparedPlan] | list[PreparedPackedPlan] = []
         self._stages_left = 0
@@ -103,6 +105,8 @@ class Send(Transfer):
                 "a cache in host memory has no events to wait for; call layer_ready once the layer is written"
             )
         stage = self._layers.index(layer)
+        if self._reported.setdefault(layer, reported := object()) is not reported:
+            raise InvalidRequest(f"layer {layer!r} was reported ready before")
         if event is not None:
             from kvxfer.cuda import event_address
 
@@ -138,7 +142,14 @@ class Send(Transfer):
             self._try_again("the reservation to be published")
             return
         dst_lists = check_blocks(remote.layout, record.lists(), tokens=ticket.tokens, role="destination")
-        joined = join_packed([self._cache.layout], remote.layout, self._wire)[0]
+        joined = join_packed(
+            [self._cache.layout],
+            remote.layout,
+            self._wire,
+            allow_missing=self._allow_missing,
+            src_scales=self._cache.scales,
+            dst_scales=remote.scales,
+        )[0]
         way = best_way(self._cache, remote, joined, self._node)
         layers = self._layers if self._layerwise else (None,)
         if way == "packed":
@@ -161,6 +172,7 @@ class Send(Transfer):
             wire_bytes=sum(plan.wire_bytes if way == "packed" else plan.nbytes for plan in plans),
             copies=sum(copies_of(plan) for plan in plans),
             peers=1,
+            missing=joined.missing,
             conversation=True,
         )
         self._node.progress.post(lambda: self._claim(way))
@@ -207,6 +219,8 @@ class Send(Transfer):
                 way=way,
                 wire=self._wire,
                 blocks={name: len(ids) for name, ids in self._src_lists.items()},
+                nbytes=self.stats.bytes,
+                allow_missing=self._allow_missing,
             )
         )
 

@@ -17,7 +17,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvxfer.errors import Cancelled, DeadlineExceeded, InvalidRequest, KvxferError, as_kvxfer_error
+from kvxfer import checks
+from kvxfer.errors import Cancelled, Closed, DeadlineExceeded, InvalidRequest, KvxferError, as_kvxfer_error
 from kvxfer.progress import Job, ProgressThread
 
 _log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class TransferStats:
     wire_bytes: int = 0
     copies: int = 0  # what an engine would have posted one by one
     peers: int = 0
+    missing: tuple[str, ...] = ()  # layers that the source did not have, where that was allowed
     conversation: bool = False  # whether the peer's Python took part
     seconds: float = 0.0  # from the call to the end
     posted_s: float = 0.0  # of these, before the first byte moved
@@ -76,8 +78,7 @@ class Transfer:
     """
 
     def __init__(self, progress: ProgressThread, *, timeout_s: float, what: str) -> None:
-        if not timeout_s > 0:
-            raise InvalidRequest(f"timeout_s must be positive, got {timeout_s}")
+        checks.seconds("timeout_s", timeout_s)
         self._progress = progress
         self._what = what
         self._timeout_s = timeout_s
@@ -88,6 +89,7 @@ class Transfer:
         self._endings: list[Callable[[], None]] = []
         self._writers = 0
         self._armed = False
+        self._abandoned = False
         self._waiting_for = ""
         self._job: Job | None = None
         self._job_is_short = False
@@ -132,20 +134,27 @@ class Transfer:
             raise InvalidRequest("wait() was called on the progress thread (in a callback), which it would block")
         if self._job is not None and (timeout_s is None or self._job_is_short):
             self._job.run()
-        timeout_s = max(0.0, self.remaining_s) + _DRAIN_S if timeout_s is None else timeout_s
+        if timeout_s is None:
+            timeout_s = max(0.0, self.remaining_s) + _DRAIN_S
+        elif timeout_s != 0:
+            checks.seconds("timeout_s", timeout_s)
         until = time.monotonic() + timeout_s
         while not self.done():
+            if self._abandoned:
+                raise self._why_abandoned()
             left = until - time.monotonic()
             if left <= 0:
                 raise DeadlineExceeded(f"{self._what} has not ended within {timeout_s:g} s; it is {self._state.value}")
             if self.remaining_s > 0:  # past its deadline it only drains
                 left = min(left, self.remaining_s)
             with self._ended:
-                self._ended.wait_for(lambda: self._state in ENDED, left)
+                self._ended.wait_for(lambda: self._state in ENDED or self._abandoned, left)
         return self.result()
 
     def result(self) -> TransferStats:
         """The statistics of an ended transfer, or its error raised. InvalidRequest while it is under way."""
+        if self._abandoned and not self.done():
+            raise self._why_abandoned()
         if not self.done():
             raise InvalidRequest(f"{self._what} is still {self._state.value}; wait for it first")
         if self._error is not None:
@@ -162,6 +171,8 @@ class Transfer:
 
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
         """Call ``callback(transfer)`` on the progress thread once it has ended, also when it has already."""
+        if not callable(callback):
+            raise InvalidRequest(f"a callback must be callable, got {type(callback).__name__}")
         with self._ended:
             waiting = self._state not in ENDED
             if waiting:
@@ -306,6 +317,18 @@ class Transfer:
             self._move_to(TransferState.CANCELLING)
         self._stop_call()
         self._end_if_drained()
+
+    def abandon(self) -> None:
+        """The connector closes while somebody may still write: wake whoever waits, with an error. Never `done()`."""
+        with self._ended:
+            self._abandoned = True
+        self._announce()
+
+    def _why_abandoned(self) -> KvxferError:
+        return Closed(
+            f"the connector was closed before {self._what} had drained: its peer stands still and may yet write, so "
+            "the blocks must not be used before the peer's process has ended"
+        )
 
     def _end_if_drained(self) -> None:
         with self._ended:

@@ -27,7 +27,7 @@ FETCH_ARGUMENTS = {
     "nested list": ({"into": {"full": [[3, 4]]}}, errors.InvalidBlocks, "flat list"),
     "huge block": ({"into": {"full": [3, 1 << 70]}}, errors.InvalidBlocks, "integers"),
     "unknown wire format": ({"wire": "zip"}, errors.UnknownWireFormat, "'zip'; known are raw"),
-    "no time": ({"timeout_s": 0}, errors.InvalidRequest, "timeout_s must be positive, got 0"),
+    "no time": ({"timeout_s": 0}, errors.InvalidRequest, "timeout_s must be a number of seconds over 0"),
 }
 
 
@@ -51,10 +51,10 @@ PUBLISH_ARGUMENTS = {
     "too many blocks": ({"tokens": 16}, errors.InvalidBlocks, "16 tokens lie in 1 blocks, got a list of 2"),
     "negative tokens": ({"tokens": -1}, errors.InvalidRequest, "tokens must be an integer of 0 or more, got -1"),
     "tokens that are no integer": ({"tokens": 1.5}, errors.InvalidRequest, "tokens must be an integer"),
-    "no time to live": ({"ttl_s": 0}, errors.InvalidRequest, "ttl_s must be over 0 and at most 3600"),
+    "no time to live": ({"ttl_s": 0}, errors.InvalidRequest, "of seconds over 0 and at most 3600"),
     "too much time to live": ({"ttl_s": 1e9}, errors.InvalidRequest, "max_ttl_s"),
     "time that is no number": ({"ttl_s": float("nan")}, errors.InvalidRequest, "ttl_s"),
-    "long request id": ({"request_id": "r" * 257}, errors.InvalidRequest, "at most 256 bytes"),
+    "long request id": ({"request_id": "r" * 257}, errors.InvalidRequest, "0 to 256 bytes"),
     "request id that is no str": ({"request_id": 7}, errors.InvalidRequest, "must be a str"),
 }
 
@@ -194,7 +194,7 @@ def test_a_ring_smaller_than_one_chunk_says_how_large_it_must_be(start, here):
         ({"ways": ("teleport",)}, "teleport"),
         ({"ways": ()}, "ways"),
         ({"backends": ["pigeon"]}, "pigeon"),
-        ({"rank": 2, "ranks": 2}, "rank must be 0 to 1, got 2"),
+        ({"rank": 2, "ranks": 2}, "rank must be an integer from 0 to 1, got 2"),
     ],
 )
 def test_a_connector_that_cannot_be_leaves_nothing_behind(nothing_left, arguments, message):
@@ -210,5 +210,5 @@ def test_an_endpoint_in_use_is_refused_and_leaves_nothing_behind(here):
 
 @pytest.mark.parametrize("name", ["staging_bytes", "mover_threads", "heartbeat_s"])
 def test_limits_must_be_positive(name):
-    with pytest.raises(errors.InvalidRequest, match=f"{name} must be positive"):
+    with pytest.raises(errors.InvalidRequest, match=rf"{name} must be an? (integer|number)"):
         Limits(**{name: 0})

@@ -46,7 +46,15 @@ MESSAGES = {
     "renew": m.Renew(slot=1, lease=2, ttl_s=30.0),
     "sources": m.Sources(key=5, cache="kv", into_cache="kv", layouts=(_LAYOUT,), index=0, first=0),
     "pull": m.Pull(
-        transfer=9, slot=1, lease=2, cache="kv", into_cache="kv", blocks={"full": 3}, sources=0, offer=_OFFER
+        transfer=9,
+        slot=1,
+        lease=2,
+        cache="kv",
+        into_cache="kv",
+        blocks={"full": 3},
+        sources=0,
+        allow_missing=False,
+        offer=_OFFER,
     ),
     "claim": m.Claim(
         transfer=9,
@@ -58,6 +66,8 @@ MESSAGES = {
         way="mapped",
         wire="raw",
         blocks={"full": 3},
+        nbytes=4096,
+        allow_missing=False,
     ),
     "grant": m.Grant(transfer=9, offer=_OFFER),
     "chunk": m.Chunk(transfer=9, stage=0, index=2, slot=1),
