@@ -70,6 +70,21 @@ def cuda_copy() -> str:
     return "\n\n".join(sections) + f"\n\n{_where(environment)}"
 
 
+def cuda_formats() -> str:
+    """Formats on a GPU."""
+    environment, results = load("h200x2/cuda_formats.json")
+    ceilings = [r for r in results if r["what"].startswith("ceiling")]
+    rows = [r for r in results if r["what"] == "format" and r["max_sms"] == SMS[-1]]
+    cells = {(r["wire"], r["cache"], r["way"]): r["tb_s"] for r in rows}
+    ways = list(dict.fromkeys(r["way"] for r in rows))
+    body = [
+        [f"`{wire}`", cache] + [f"{cells[wire, cache, way]:.2f}" for way in ways]
+        for wire, cache in dict.fromkeys((r["wire"], r["cache"]) for r in rows)
+    ]
+    best = ", ".join(f"{r['what'].removeprefix('ceiling: ')} {r['tb_s']:.2f}" for r in ceilings)
+    return tables.markdown(["wire format", "cache", *ways], body) + f"\n\nCeilings, TB/s: {best}.\n\n{_where(environment)}"
+
+
 def cuda_ipc() -> str:
     """Whole fetches between GPUs of two processes."""
     environment, [result] = load("h200x2/cuda_ipc.json")
