@@ -64,8 +64,7 @@ def cuda_copy() -> str:
         others = "; ".join(f"{r['what'].removeprefix('peer: ')} {r['piece']:,} B {r['gb_s']:.1f}" for r in peers)
         sections.append(
             f"**{title}**, GB/s; one piece of as many bytes: {ceilings[way]:.0f}. Others on the same blocks: {others}."
-            "\n\n"
-            + tables.markdown(["scattered pieces"] + [f"{sms} SMs" for sms in SMS], body)
+            "\n\n" + tables.markdown(["scattered pieces"] + [f"{sms} SMs" for sms in SMS], body)
         )
     return "\n\n".join(sections) + f"\n\n{_where(environment)}"
 
@@ -74,15 +73,17 @@ def cuda_formats() -> str:
     """Formats on a GPU."""
     environment, results = load("h200x2/cuda_formats.json")
     ceilings = [r for r in results if r["what"].startswith("ceiling")]
-    rows = [r for r in results if r["what"] == "format" and r["max_sms"] == SMS[-1]]
-    cells = {(r["wire"], r["cache"], r["way"]): r["tb_s"] for r in rows}
-    ways = list(dict.fromkeys(r["way"] for r in rows))
+    rows = [r for r in results if r.get("max_sms") == SMS[-1]]
+    cells = {(r["wire"], r["cache"], r["what"]): r["tb_s"] for r in rows}
+    ways = list(dict.fromkeys(r["what"] for r in rows))
     body = [
         [f"`{wire}`", cache] + [f"{cells[wire, cache, way]:.2f}" for way in ways]
         for wire, cache in dict.fromkeys((r["wire"], r["cache"]) for r in rows)
     ]
     best = ", ".join(f"{r['what'].removeprefix('ceiling: ')} {r['tb_s']:.2f}" for r in ceilings)
-    return tables.markdown(["wire format", "cache", *ways], body) + f"\n\nCeilings, TB/s: {best}.\n\n{_where(environment)}"
+    return (
+        tables.markdown(["wire format", "cache", *ways], body) + f"\n\nCeilings, TB/s: {best}.\n\n{_where(environment)}"
+    )
 
 
 def cuda_ipc() -> str:
@@ -111,7 +112,7 @@ def _where(environment: dict) -> str:
 
 
 def main() -> None:
-    for name, make in (("shm", shm), ("cuda-copy", cuda_copy), ("cuda-ipc", cuda_ipc)):
+    for name, make in (("shm", shm), ("cuda-copy", cuda_copy), ("cuda-formats", cuda_formats), ("cuda-ipc", cuda_ipc)):
         tables.replace(PAGE, name, make())
 
 
