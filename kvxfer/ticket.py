@@ -43,7 +43,7 @@ class _Claims(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     fingerprint: bytes
 
 
-class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+class Ticket(_Claims, frozen=True, kw_only=True):
     """Permission to fetch one lease or to fill one reservation, once.
 
     `generation` is the engine's (it changes when the engine restarts), `lease` the slot's. `digest` covers the lease's
@@ -51,19 +51,6 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     publisher alone judges when it has run out. ``bytes(ticket)`` and `to_dict` travel anywhere.
     """
 
-    role: Role
-    engine: str
-    generation: int
-    endpoint: str
-    cache: str
-    slot: int
-    lease: int
-    request_id: str
-    tokens: int
-    ttl_s: float
-    record_bytes: int
-    digest: bytes
-    fingerprint: bytes
     encoded: bytes = b""
 
     def __bytes__(self) -> bytes:
