@@ -95,11 +95,21 @@ class Target:
     def version(self) -> tuple[int, int]:
         """Major and minor of the engine's version."""
         text = self.engine_version or LATEST[self.engine]
-        try:
-            major, minor = text.removeprefix("v").split(".")[:2]
-            return int(major), int(minor)
-        except ValueError:
-            raise InvalidRequest(f"engine_version must look like '0.33.0', got {text!r}") from None
+        version, latest = _major_minor(text), _major_minor(LATEST[self.engine])
+        if version > latest:
+            raise InvalidRequest(
+                f"engine_version {text!r} is newer than what is described of {self.engine}, which goes up to "
+                f"{LATEST[self.engine]}: pass that one, if its layouts are still the same"
+            )
+        return version
+
+
+def _major_minor(text: str) -> tuple[int, int]:
+    try:
+        major, minor = text.removeprefix("v").split(".")[:2]
+        return int(major), int(minor)
+    except ValueError:
+        raise InvalidRequest(f"engine_version must look like '0.33.0', got {text!r}") from None
 
 
 def unknown(option: str, value: object, known: list[str]) -> str:
