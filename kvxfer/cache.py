@@ -114,10 +114,7 @@ class Cache:
         check_ttl(ttl_s, node.limits.max_ttl_s)
         lists = check_blocks(self.layout, blocks, tokens=tokens, role="source")
         record = Record.of(tokens, lists).encode()
-        if ticket is None:
-            signed = self._sign(Role.FETCH, record, tokens, ttl_s, request_id)
-        else:
-            signed = self._own_ticket(ticket, Role.FETCH, record)
+        signed = self._ticket_for(Role.FETCH, record, tokens, ttl_s, request_id, ticket)
         lease = Lease(signed, lists, time.monotonic() + ttl_s, node)
         self._publish(lease, record, numbered_here=ticket is None)
         return lease
@@ -182,10 +179,7 @@ class Cache:
         lists = check_blocks(self.layout, blocks, tokens=tokens, role="destination")
         self._check_writable()
         record = Record.of(tokens, lists).encode()
-        if ticket is None:
-            signed = self._sign(Role.SEND, record, tokens, ttl_s, request_id)
-        else:
-            signed = self._own_ticket(ticket, Role.SEND, record)
+        signed = self._ticket_for(Role.SEND, record, tokens, ttl_s, request_id, ticket)
         reservation = Reservation(node, self, signed, lists)
         self._publish(reservation, record, numbered_here=ticket is None)
         reservation.on_end(lambda: node.withdraw(reservation))
@@ -273,7 +267,12 @@ class Cache:
 
     # --- small parts ----------------------------------------------------------------------------------------
 
-    def _sign(self, role: Role, record: bytes, tokens: int, ttl_s: float, request_id: str) -> Ticket:
+    def _ticket_for(
+        self, role: Role, record: bytes, tokens: int, ttl_s: float, request_id: str, issued: AnyTicket | None
+    ) -> Ticket:
+        """The ticket that another process of this engine has issued, or a new one of this process."""
+        if issued is not None:
+            return self._own_ticket(issued, role, record)
         return sign_ticket(
             self._node,
             role=role,

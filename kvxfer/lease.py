@@ -198,10 +198,6 @@ class LeaseTable:
         """Whether the lease may yet be published: the slot has held only earlier ones."""
         return 0 <= slot < self.slots and int(self._table[slot]["word"]) & ~ENDED < lease
 
-    def is_live(self, slot: int, lease: int) -> bool:
-        """Whether the slot holds this lease."""
-        return 0 <= slot < self.slots and int(self._table[slot]["word"]) == lease
-
 
 class _Arena:
     """First-fit allocation of byte ranges."""

@@ -31,11 +31,6 @@ class JoinPart:
     merged: np.ndarray  # the same copies with neighbouring whole rows made one
     tile: int
 
-    @property
-    def tokenwise(self) -> bool:
-        """Whether the rows need the token columns of the segments."""
-        return self.tile > 0
-
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
@@ -87,9 +82,7 @@ class Join:
             )
             if segments is not None and len(segments.src_block):
                 parts.append(PlanPart(rows=rows, segments=segments))
-        return TransferPlan(
-            parts=tuple(parts), src_regions=len(self.src.regions), dst_regions=len(self.dst.regions)
-        )
+        return TransferPlan(parts=tuple(parts), src_regions=len(self.src.regions), dst_regions=len(self.dst.regions))
 
 
 def join(
@@ -127,9 +120,7 @@ def join(
             )
         )
     missing = tuple(match.missing)
-    return [
-        Join(source=i, src=sources[i], dst=dst, parts=tuple(parts[i]), missing=missing) for i in sorted(parts)
-    ]
+    return [Join(source=i, src=sources[i], dst=dst, parts=tuple(parts[i]), missing=missing) for i in sorted(parts)]
 
 
 def compare(
@@ -155,11 +146,7 @@ def compare(
             why="must agree for KV to mean the same",
         )
         for line in fingerprint_differences(ranks[0].fingerprint, dst.fingerprint)
-    ] or [
-        Finding(
-            field="fingerprint", verdict=Verdict.EQUAL, src="every factor agrees", dst="every factor agrees"
-        )
-    ]
+    ] or [Finding(field="fingerprint", verdict=Verdict.EQUAL, src="every factor agrees", dst="every factor agrees")]
     return collect([*factors, *match.findings])
 
 
@@ -200,9 +187,7 @@ class _Match:
                     self._slice(group, piece)
         only_source = sorted(self._by_layer.keys() - held)
         if only_source:
-            self._find(
-                "layers", Verdict.CONVERTIBLE, "has them", "does not", "they stay behind", tuple(only_source)
-            )
+            self._find("layers", Verdict.CONVERTIBLE, "has them", "does not", "they stay behind", tuple(only_source))
 
     def _index_sources(self) -> dict[str, list[_Candidate]]:
         found: dict[str, list[_Candidate]] = {}
@@ -223,9 +208,7 @@ class _Match:
         why: str = "",
         layers: tuple[str, ...] = (),
     ) -> None:
-        self.findings.append(
-            Finding(field=name, verdict=verdict, src=str(src), dst=str(dst), why=why, layers=layers)
-        )
+        self.findings.append(Finding(field=name, verdict=verdict, src=str(src), dst=str(dst), why=why, layers=layers))
 
     def _add(self, index: int, src: Group, dst: Group, row: np.void, layer: str, tile: int = 0) -> None:
         self.rows.setdefault((index, src.name, dst.name, tile), []).append((row, layer))
@@ -257,9 +240,7 @@ class _Match:
                 )
             return
         names = {plane.name for plane in wanted.planes}
-        candidates = [
-            c for c in every if c[3] == wanted or not names or names & {p.name for p in c[3].planes}
-        ]
+        candidates = [c for c in every if c[3] == wanted or not names or names & {p.name for p in c[3].planes}]
         if not candidates:
             tags = _join(record.tag for *_, record in every)
             self._find("record", Verdict.REFUSED, tags, wanted.tag, "no plane in common", (layer,))
@@ -295,9 +276,7 @@ class _Match:
         else:
             self._find("record", Verdict.REFUSED, tags, wanted.tag, why, (layer,))
 
-    def _planes(
-        self, candidates: Sequence[_Candidate], dst_group: Group, dst_slice: Slice, wanted: Record
-    ) -> None:
+    def _planes(self, candidates: Sequence[_Candidate], dst_group: Group, dst_slice: Slice, wanted: Record) -> None:
         layer = dst_slice.layer
         filled: list[tuple[int, Group, np.void, int]] = []
         used: list[_Candidate] = []
