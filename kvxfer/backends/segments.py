@@ -201,16 +201,16 @@ def remove_orphans() -> list[str]:
     """Remove this user's segments whose owners are gone; returns their names."""
     removed = []
     for path in DIRECTORY.glob(f"kvxfer-{os.getuid()}-*"):
-        # One that is just being made has no lock for a moment.
-        fresh = path.name.endswith(".new") and time.time() - path.lstat().st_mtime < _FRESH_S
-        if fresh or not _NAME.fullmatch(path.name.removesuffix(".new")):
+        if not _NAME.fullmatch(path.name.removesuffix(".new")):
             continue
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
+        except OSError:  # removed or renamed since it was listed, or not ours to open
             continue
         try:
-            if owner_is_gone(fd):
+            # One that is just being made has no lock for a moment.
+            fresh = path.name.endswith(".new") and time.time() - os.fstat(fd).st_mtime < _FRESH_S
+            if not fresh and owner_is_gone(fd):
                 path.unlink(missing_ok=True)
                 removed.append(path.name)
         finally:
