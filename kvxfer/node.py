@@ -134,6 +134,7 @@ class Node:
         self._table: LeaseTable | None = None
         self._table_handles: RegionHandles | None = None
         self._staging: StagingRing | None = None
+        self._outbox: StagingRing | None = None
         self._lock = threading.RLock()
         self._expiry: Timer | None = None
         self._expiry_due = float("inf")
@@ -275,16 +276,35 @@ class Node:
             return self._staging
 
     @property
+    def outbox(self) -> StagingRing:
+        """Where chunks are gathered for peers whose staging has no address here; allocated at first use. Any thread.
+
+        Apart from `staging`, and lent for the time of one write: so no chunk waits here for one that waits at a peer.
+        """
+        with self._lock:
+            if self._outbox is None:
+                units = max(1, self.limits.staging_bytes // UNIT_BYTES)
+                memory, _ = self._allocate(units * UNIT_BYTES)
+                self._outbox = StagingRing(memory)
+            return self._outbox
+
+    @property
     def staging_in_use(self) -> StagingRing | None:
         """The staging ring if it has been allocated."""
         return self._staging
 
     def _allocate(self, nbytes: int) -> tuple[Registration, RegionHandles]:
-        """Memory that every peer of the preferred backend can reach, and how it opens it."""
-        name, backend = next(iter(self.backends.items()))
-        memory = backend.allocate(nbytes)
+        """Memory that peers of every backend can reach, and how each opens it.
+
+        One that can be mapped where a backend makes such memory; the other backends register it.
+        """
+        maker = next((b for b in self.backends.values() if b.capabilities.mapped), next(iter(self.backends.values())))
+        memory = maker.allocate(nbytes)
         self._memory.append(memory)  # stays mapped as long as somebody may look at it
-        return memory, RegionHandles(nbytes=nbytes, handles={name: memory.handle})
+        others = {n: b.register(memory.address, nbytes) for n, b in self.backends.items() if b is not maker}
+        self._memory.extend(others.values())
+        handles = {name: registration.handle for name, registration in others.items()}
+        return memory, RegionHandles(nbytes=nbytes, handles={maker.name: memory.handle, **handles})
 
     def describe(self, reply: bool) -> Description:
         """What this connector has, for a peer."""

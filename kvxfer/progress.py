@@ -24,6 +24,9 @@ from kvxfer.errors import Closed
 
 _log = logging.getLogger(__name__)
 
+_FIRST_PAUSE_S = 20e-6  # between two looks at operations under way
+_LAST_PAUSE_S = 5e-3
+
 
 class Timer:
     """A call that is due at a monotonic time; `cancel` may be called from any thread."""
@@ -51,6 +54,8 @@ class ProgressThread:
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._sockets: dict[zmq.Socket, Callable[[], None]] = {}
+        self._awaited: list[tuple[Callable[[], bool], Callable[[BaseException | None], None]]] = []
+        self._pause_s = _FIRST_PAUSE_S
         self._poller = zmq.Poller()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake_fd, zmq.POLLIN)
@@ -94,6 +99,18 @@ class ProgressThread:
         heapq.heappush(self._timers, (timer.due, next(self._order), timer))
         return timer
 
+    def until(self, poll: Callable[[], bool], then: Callable[[BaseException | None], None]) -> None:
+        """Call `poll` again and again until it returns True, then ``then(None)``; ``then(error)`` when it raises.
+
+        For operations that no file descriptor reports. The pauses grow while nothing ends, so that a long operation
+        costs little and a short one is seen soon. From any thread; dropped after `close`.
+        """
+        self.post(lambda: self._await((poll, then)))
+
+    def _await(self, entry: tuple[Callable[[], bool], Callable[[BaseException | None], None]]) -> None:
+        self._awaited.append(entry)
+        self._pause_s = _FIRST_PAUSE_S
+
     def watch(self, socket: zmq.Socket, on_readable: Callable[[], None]) -> None:
         """Call `on_readable` when the socket has messages. On this thread only."""
         self._sockets[socket] = on_readable
@@ -131,6 +148,9 @@ class ProgressThread:
             os.close(self._wake_fd)
 
     def _turn(self) -> None:
+        if self._awaited and not self._calls:
+            time.sleep(self._pause_s)
+            self._pause_s = min(_LAST_PAUSE_S, self._pause_s * 1.1)
         ready = dict(self._poller.poll(self._timeout_ms()))
         self.turns += 1
         if ready.pop(self._wake_fd, None):
@@ -140,14 +160,29 @@ class ProgressThread:
         for socket in ready:
             if socket in self._sockets:  # a call may have unwatched it
                 _guarded(self._sockets[socket])
+        if self._awaited:
+            self._look_at_awaited()
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             timer = heapq.heappop(self._timers)[2]
             if timer.call is not None:
                 _guarded(timer.call)
 
+    def _look_at_awaited(self) -> None:
+        awaited, self._awaited = self._awaited, []
+        for poll, then in awaited:
+            error = None
+            try:
+                if not poll():
+                    self._awaited.append((poll, then))
+                    continue
+            except Exception as failure:
+                error = failure
+            self._pause_s = _FIRST_PAUSE_S
+            _guarded(lambda then=then, error=error: then(error))
+
     def _timeout_ms(self) -> float | None:
-        if self._calls:
+        if self._calls or self._awaited:
             return 0
         while self._timers and self._timers[0][2].call is None:
             heapq.heappop(self._timers)

@@ -12,10 +12,15 @@ from __future__ import annotations
 
 import abc
 import enum
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from kvxfer.errors import DeadlineExceeded
+
+_PAUSE_S = 5e-6
 
 
 class Direction(enum.Enum):
@@ -61,6 +66,15 @@ class RemoteRegion:
     why_not_mapped: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What one-sided operations over a link cost: the way of a transfer is chosen by it."""
+
+    operation_s: float  # one operation of one small run, posted and waited for
+    run_s: float  # every further run
+    bytes_per_s: float  # of large runs
+
+
 class Operation(abc.ABC):
     """Bytes under way. Buffers on either side stay untouched until `poll` has returned True or raised."""
 
@@ -69,11 +83,24 @@ class Operation(abc.ABC):
         """Whether the last byte has moved; raises BackendError or PeerGone when the operation failed."""
 
 
+def wait(operation: Operation, timeout_s: float, *, what: str) -> None:
+    """Wait on the calling thread until an operation has ended. Raises what it raises, and DeadlineExceeded.
+
+    After DeadlineExceeded the operation may still be under way: the caller keeps the buffers.
+    """
+    until = time.monotonic() + timeout_s
+    while not operation.poll():
+        if time.monotonic() > until:
+            raise DeadlineExceeded(f"{what} took longer than {timeout_s:g} s")
+        time.sleep(_PAUSE_S)
+
+
 class Link(abc.ABC):
     """One peer, through one backend."""
 
     one_sided: bool  # whether `post` works with this peer: found out by trying when the link was made
     why_not_one_sided: str = ""
+    one_sided_devices: frozenset[str] = frozenset({"cpu"})  # where memory may lie that `post` moves
 
     @abc.abstractmethod
     def open(self, handle: bytes, nbytes: int) -> RemoteRegion:
@@ -89,6 +116,24 @@ class Link(abc.ABC):
         Addresses are trusted: the plan has been checked against the regions. May move the bytes before it returns;
         releases the GIL while it does. Raises PeerGone or BackendError.
         """
+
+    def read(self, remote_address: int, nbytes: int, *, timeout_s: float) -> bytes:
+        """A few bytes out of the peer's registered memory, waited for: words and records of lease tables.
+
+        Raises PeerGone, BackendError, DeadlineExceeded. This one reads into memory that is not registered; a backend
+        that cannot do that overrides it.
+        """
+        target = np.empty(nbytes, np.uint8)
+        run = np.array([[target.ctypes.data, remote_address, nbytes]], np.uint64)
+        wait(self.post(Direction.READ, run), timeout_s, what=f"reading {nbytes} bytes of the peer's memory")
+        return target.tobytes()
+
+    def measure(self) -> Costs | None:
+        """Try what one-sided operations cost. Mover thread. None where the choice does not depend on it.
+
+        Raises PeerGone, BackendError, DeadlineExceeded.
+        """
+        return None
 
     @abc.abstractmethod
     def alive(self) -> bool | None:

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from kvxfer import kernels
-from kvxfer.backends.base import Backend, Direction, Link, RemoteRegion
+from kvxfer.backends.base import Backend, Link, RemoteRegion
 from kvxfer.control.channel import Session
 from kvxfer.control.messages import CacheInfo, Description, Message, RegionHandles, Sources
 from kvxfer.errors import BackendError, InvalidLayout, KvxferError, LeaseExpired, NoCommonBackend, PeerGone
@@ -26,6 +26,8 @@ from kvxfer.lease import ENDED, HEADER_BYTES, SLOT, SLOT_BYTES
 from kvxfer.ticket import Record, Ticket
 
 _log = logging.getLogger(__name__)
+
+_READ_TIMEOUT_S = 5.0  # for a word or a record of a lease table
 
 
 class Conversation(Protocol):
@@ -66,6 +68,11 @@ class RemoteTable:
     def __init__(self, link: Link, region: RemoteRegion) -> None:
         self._link, self._region = link, region
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether words are read in place, without asking the transport."""
+        return self._region.mapped_address is not None
+
     def word_state(self, ticket: Ticket) -> bool:
         """Whether the lease is live: True, or False when it has not been published yet.
 
@@ -105,12 +112,7 @@ class RemoteTable:
     def _read(self, offset: int, nbytes: int) -> bytes:
         if self._region.mapped_address is not None:
             return ctypes.string_at(self._region.mapped_address + offset, nbytes)
-        target = np.empty(nbytes, np.uint8)
-        run = np.array([[target.ctypes.data, self._region.remote_address + offset, nbytes]], np.uint64)
-        operation = self._link.post(Direction.READ, run)
-        while not operation.poll():
-            pass
-        return target.tobytes()
+        return self._link.read(self._region.remote_address + offset, nbytes, timeout_s=_READ_TIMEOUT_S)
 
 
 class Peer:
@@ -188,10 +190,10 @@ class Peer:
             regions.append(opened)
         private = [r.name for r, o in zip(info.layout.regions, regions, strict=True) if o.mapped_address is None]
         reasons = {opened.why_not_mapped for opened in regions if opened.why_not_mapped}
-        on_gpu = any(region.device != "cpu" for region in info.layout.regions)
+        devices = {region.device.split(":")[0] for region in info.layout.regions}
         ways = {
             "mapped": "; ".join(sorted(reasons)) or _why_private(private),
-            "direct": _why_not_direct(self.link, on_gpu),
+            "direct": _why_not_direct(self.link, devices),
             "packed": "",
         }
         return RemoteCache(info, regions, ways)
@@ -203,9 +205,9 @@ def _why_private(regions: Sequence[str]) -> str:
     return f"regions {list(regions[:3])} lie in private memory (kvxfer.shared_empty makes shared memory)"
 
 
-def _why_not_direct(link: Link, on_gpu: bool) -> str:
-    if on_gpu:
-        return "descriptors of GPU memory are not supported by this backend"
+def _why_not_direct(link: Link, devices: set[str]) -> str:
+    if not devices <= link.one_sided_devices:
+        return f"this backend has no one-sided operations for memory of {', '.join(sorted(devices))}"
     return "" if link.one_sided else link.why_not_one_sided
 
 

@@ -175,27 +175,51 @@ class Fetch(Transfer):
 
     def _move(self) -> None:
         packed = [leg for leg in self._legs if leg.way == "packed" and leg.plan.plan.wire_bytes]
-        self._moving = 1 + len(packed)
+        mapped = [leg for leg in self._legs if leg.way == "mapped"]
+        direct = [leg for leg in self._legs if leg.way == "direct"]
+        self._moving = 1 + len(packed) + len(direct)
         if packed:
             self.waits_for("packed chunks")
             self.arm()
             self._pulls = [PullLeg(self, self._node, leg, self._ticket, self._cache) for leg in packed]
             self.on_stop(lambda: self._node.progress.post(self._stop_pulls))
             self._node.progress.post(lambda: [pull.start() for pull in self._pulls])
+        for leg in direct:
+            self._move_direct(leg)
         if self.hold():
             try:
-                moved = all([self._move_here(leg) for leg in self._legs if leg.way != "packed"])
+                moved = all([self._move_mapped(leg) for leg in mapped])
             finally:
                 self.drop()
             if moved:
                 self.leg_moved()
 
-    def _move_here(self, leg: Leg) -> bool:
-        cache, dst = leg.source.cache, self._cache.bases
-        if leg.way == "mapped":
-            threads = self._node.limits.copy_threads
-            return moves.move_mapped(leg.plan, cache.mapped_bases, dst, self, threads=threads)
-        return moves.move_direct(leg.plan, leg.source.peer.link, Direction.READ, cache.remote_bases, dst, self)
+    def _move_mapped(self, leg: Leg) -> bool:
+        threads = self._node.limits.copy_threads
+        return moves.move_mapped(leg.plan, leg.source.cache.mapped_bases, self._cache.bases, self, threads=threads)
+
+    def _move_direct(self, leg: Leg) -> None:
+        if not self.hold():
+            return
+        self.arm()
+
+        def ended(moved: bool, error: KvxferError | None) -> None:
+            if error is not None:
+                self.abort(error)
+            self.drop()
+            if moved:
+                self.leg_moved()
+
+        moves.move_direct(
+            leg.plan,
+            leg.source.peer.link,
+            Direction.READ,
+            leg.source.cache.remote_bases,
+            self._cache.bases,
+            self,
+            then=ended,
+            node=self._node,
+        )
 
     @property
     def wire(self) -> str:
@@ -211,8 +235,15 @@ class Fetch(Transfer):
         with self._ended:
             self._moving -= 1
             last = self._moving == 0
-        if last:
+        if last and self._node.progress.is_current and not self._confirms_at_once:
+            self._node.pool.submit(lambda: self.attempt(self._confirm))
+        elif last:
             self.attempt(self._confirm)
+
+    @property
+    def _confirms_at_once(self) -> bool:
+        """Whether no lease word has to be waited for, which the progress thread must not do."""
+        return all(leg.source.peer.table.is_mapped for leg in self._legs)
 
     def _confirm(self) -> None:
         for leg in self._legs:

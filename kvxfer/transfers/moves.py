@@ -3,24 +3,25 @@
 Runs on a mover thread. Between pieces it looks whether the transfer is to stop, so that a cancelled or expired
 transfer drains within the time of one piece.
 
-Imports kernels, plan, backends/base.
+Imports kernels, plan, backends/base, transfer, node (for its threads).
 """
 
 from __future__ import annotations
 
-import time
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvxfer.backends.base import Direction, Link
+from kvxfer.backends.base import Direction, Link, Operation
+from kvxfer.errors import KvxferError, as_kvxfer_error
 from kvxfer.kernels import PIECE_BYTES, PreparedPlan
 from kvxfer.transfers.transfer import Transfer
 
 if TYPE_CHECKING:
     from kvxfer.cuda.mover import CudaPlan
-
-_POLL_S = 20e-6
+    from kvxfer.node import Node
 
 
 def move_mapped(
@@ -52,21 +53,51 @@ def move_direct(
     src_bases: np.ndarray,
     dst_bases: np.ndarray,
     transfer: Transfer,
-) -> bool:
-    """Hand the plan's runs to the backend. False when the transfer was told to stop before the end.
+    *,
+    then: Callable[[bool, KvxferError | None], None],
+    node: Node,
+) -> None:
+    """Hand the plan's runs to the backend, some MiB at a time.
 
-    Raises PeerGone or BackendError.
+    Returns while bytes are under way; `then` is called once, here or on the progress or a mover thread, when nothing
+    of this is under way any more: with False when the transfer was told to stop before the end, or with an error.
     """
     runs = plan.plan.runs(src_bases, dst_bases)
     if direction is Direction.READ:
         runs = runs[:, [1, 0, 2]]  # local first: reading, the destination is local
-    pieces = np.cumsum(runs[:, 2]) // np.uint64(PIECE_BYTES)
-    borders = np.flatnonzero(np.diff(pieces)) + 1
-    for piece in np.split(runs, borders):
-        if transfer.stopping or transfer.done():
-            return False
-        operation = link.post(direction, piece)
-        while not operation.poll():
-            time.sleep(_POLL_S)
+    borders = np.flatnonzero(np.diff(np.cumsum(runs[:, 2]) // np.uint64(PIECE_BYTES))) + 1
+    pieces = iter(np.split(runs, borders) if len(runs) else ())
+
+    def go_on() -> None:
+        try:
+            for piece in pieces:
+                if transfer.stopping or transfer.done():
+                    then(False, None)
+                    return
+                operation = link.post(direction, piece)
+                if not operation.poll():
+                    await_operation(node, operation, functools.partial(moved, piece))
+                    return
+                transfer.advance(int(piece[:, 2].sum()))
+        except Exception as error:
+            then(False, as_kvxfer_error(error))
+            return
+        then(True, None)
+
+    def moved(piece: np.ndarray, error: KvxferError | None) -> None:
+        if error is not None:
+            then(False, error)
+            return
         transfer.advance(int(piece[:, 2].sum()))
-    return True
+        node.pool.submit(go_on)
+
+    go_on()
+
+
+def await_operation(node: Node, operation: Operation, then: Callable[[KvxferError | None], None]) -> None:
+    """Have the progress thread call `then` once the operation has ended, with an error or None. Any thread.
+
+    An operation cannot be called back: a transfer that is to stop has drained only when its operations have ended, be
+    it because the peer is known to be gone.
+    """
+    node.progress.until(operation.poll, lambda error: then(None if error is None else as_kvxfer_error(error)))

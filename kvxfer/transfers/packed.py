@@ -5,7 +5,10 @@ as credits. Several chunks are in flight, so gathering and scattering overlap. B
 same chunks; a chunk is named by its stage (one for the whole plan, or one a layer) and its index. In its slot it
 stands behind a header (formats/header.py), by which the sink checks that both ends mean the same plan.
 
-State lives on the progress thread; kernels run on mover threads. Imports kernels, staging, control/messages.
+Staging that is mapped is gathered into in place. Where the backend gives it no address here, a chunk is gathered into
+the outbox of this side and written from there with one operation.
+
+State lives on the progress thread; kernels run on mover threads. Imports kernels, staging, moves, control/messages.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvxfer.backends.base import Direction
 from kvxfer.control.messages import Chunk as ChunkMessage
 from kvxfer.control.messages import Credit, PackedOffer
 from kvxfer.errors import BackendError, KvxferError, as_kvxfer_error
@@ -24,6 +28,7 @@ from kvxfer.formats import HEADER_BYTES, ChunkHeader, checksum
 from kvxfer.kernels import PreparedPackedPlan
 from kvxfer.peers.remote import Peer
 from kvxfer.plan import Chunk
+from kvxfer.transfers.moves import await_operation
 from kvxfer.transfers.staging import SLOTS, Loan
 from kvxfer.transfers.transfer import Transfer
 
@@ -71,13 +76,16 @@ class PackedSource:
     ) -> None:
         """Raises BackendError for staging that cannot be reached, or is too small."""
         staging = peer.open_region(offer.staging)
-        if staging.mapped_address is None:
-            raise BackendError("the peer's staging has no address here; this backend cannot pack into it")
         needed = HEADER_BYTES + max((plan.plan.largest_segment_bytes for plan in stages), default=0)
         if offer.slots < 1 or offer.slot_bytes < needed or offer.offset < 0:
             raise BackendError(f"the peer lends {offer.slots} slots of {offer.slot_bytes} bytes; {needed} are needed")
         if offer.offset + offer.slots * offer.slot_bytes > staging.nbytes:
             raise BackendError(f"the peer lends staging beyond its {staging.nbytes} bytes")
+        if staging.mapped_address is None and offer.slot_bytes > node.outbox.nbytes:
+            raise BackendError(
+                f"the peer lends slots of {offer.slot_bytes} bytes, more than the {node.outbox.nbytes} of this side's "
+                "outbox: raise staging_bytes here, or lower chunk_bytes there"
+            )
         self._node, self._peer, self._transfer = node, peer, transfer
         self._stages = stages
         self._src_bases = src_bases
@@ -122,14 +130,9 @@ class PackedSource:
 
     def _gather(self, slot: int, stage: int, index: int, chunk: Chunk) -> None:
         self._gathering += 1
-        address = self._staging.mapped_address + self._offer.offset + slot * self._offer.slot_bytes
+        at = self._offer.offset + slot * self._offer.slot_bytes
 
-        def gather() -> None:
-            error = None
-            try:
-                self._pack(stage, index, chunk, address)
-            except Exception as failure:  # whatever it is, the peer waits to hear
-                error = as_kvxfer_error(failure)
+        def ended(error: KvxferError | None) -> None:  # any thread
             self._node.progress.post(lambda: gathered(error))
 
         def gathered(error: KvxferError | None) -> None:
@@ -141,7 +144,56 @@ class PackedSource:
                 self._peer.session.send(ChunkMessage(transfer=self._transfer, stage=stage, index=index, slot=slot))
             self._advance()
 
-        self._node.pool.submit(gather)
+        if self._staging.mapped_address is not None:
+            address = self._staging.mapped_address + at
+            self._node.pool.submit(lambda: ended(self._try_to_pack(stage, index, chunk, address)))
+        else:
+            nbytes, remote = HEADER_BYTES + chunk.wire_bytes, self._staging.remote_address + at
+            self._through_outbox(
+                nbytes, remote, ended, pack=lambda address: self._try_to_pack(stage, index, chunk, address)
+            )
+
+    def _through_outbox(
+        self,
+        nbytes: int,
+        remote: int,
+        ended: Callable[[KvxferError | None], None],
+        *,
+        pack: Callable[[int], KvxferError | None],
+    ) -> None:
+        """Gather into memory of this side and write that into the peer's, `remote`. `ended` is called once."""
+        outbox = self._node.outbox
+
+        def granted(loan: Loan) -> None:
+            self._node.pool.submit(lambda: write(loan))
+
+        def write(loan: Loan) -> None:
+            address = outbox.memory.address + loan.offset
+            error = self._stopped or pack(address)
+            if error is None:
+                try:
+                    run = np.array([[address, remote, nbytes]], np.uint64)
+                    operation = self._peer.link.post(Direction.WRITE, run)
+                    if not operation.poll():
+                        await_operation(self._node, operation, lambda failure: written(loan, failure))
+                        return
+                except Exception as failure:
+                    error = as_kvxfer_error(failure)
+            written(loan, error)
+
+        def written(loan: Loan, error: KvxferError | None) -> None:
+            outbox.give_back(loan)
+            ended(error)
+
+        outbox.borrow(nbytes, 1, granted)
+
+    def _try_to_pack(self, stage: int, index: int, chunk: Chunk, address: int) -> KvxferError | None:
+        """Pack, and say what went wrong: whatever it is, the peer waits to hear. Mover thread."""
+        try:
+            self._pack(stage, index, chunk, address)
+        except Exception as failure:
+            return as_kvxfer_error(failure)
+        return None
 
     def _pack(self, stage: int, index: int, chunk: Chunk, address: int) -> None:
         """A header and a chunk into a slot. Mover thread."""

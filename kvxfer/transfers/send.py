@@ -31,6 +31,7 @@ from kvxfer.errors import (
     KvxferError,
     PeerGone,
     UnknownCache,
+    as_kvxfer_error,
     rebuild,
 )
 from kvxfer.formats import join_packed
@@ -298,20 +299,33 @@ class Send(Transfer):
     def _move(self, stage: int) -> None:
         if not self.hold():
             return
+        plan, src, remote = self._stages[stage], self._cache.bases, self._remote
+        if self.stats.way == "direct":
+            moves.move_direct(
+                plan,
+                self._peer.link,
+                Direction.WRITE,
+                src,
+                remote.remote_bases,
+                self,
+                then=self._stage_ended,
+                node=self._node,
+            )
+            return
+        moved, failure = False, None
         try:
-            plan, src, remote = self._stages[stage], self._cache.bases, self._remote
-            if self.stats.way == "mapped":
-                threads = self._node.limits.copy_threads
-                after = self._events.get(stage, (0, None))[0]
-                moved = moves.move_mapped(plan, src, remote.mapped_bases, self, threads=threads, after=after)
-            else:
-                moved = moves.move_direct(plan, self._peer.link, Direction.WRITE, src, remote.remote_bases, self)
-            if moved:
-                self._node.progress.post(self._stage_moved)
-        except KvxferError as error:
+            threads, after = self._node.limits.copy_threads, self._events.get(stage, (0, None))[0]
+            moved = moves.move_mapped(plan, src, remote.mapped_bases, self, threads=threads, after=after)
+        except Exception as error:
+            failure = as_kvxfer_error(error)
+        self._stage_ended(moved, failure)
+
+    def _stage_ended(self, moved: bool, error: KvxferError | None) -> None:
+        if error is not None:
             self.abort(error)
-        finally:
-            self.drop()
+        elif moved:
+            self._node.progress.post(self._stage_moved)
+        self.drop()
 
     def _stage_moved(self) -> None:
         self._stages_left -= 1

@@ -22,12 +22,20 @@ from .peer import SECRET, Peer, make_arrays, placed
 
 OWN = {
     "shm": (("mapped", "shared"), ("direct", "private"), ("packed", "private"), ("packed", "shared")),
+    "nixl": (("direct", "private"), ("packed", "private"), ("packed", "shared")),
     "cuda_ipc": (("mapped", "gpu"), ("packed", "gpu"), ("mapped", "shared"), ("packed", "private")),
 }
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kvxfer-backend", action="append", help="run the conformance suite for this backend only")
+
+
+def is_there(backend: str) -> bool:
+    """Whether one of our backends can be tested here."""
+    if backend == "nixl":
+        return importlib.util.find_spec("nixl_cu13") is not None
+    return backend == "shm" or gpu_is_there()
 
 
 def gpu_is_there() -> bool:
@@ -48,7 +56,7 @@ def ways_of(backend: str) -> list[tuple[str, str]]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "road" not in metafunc.fixturenames:
         return
-    names = metafunc.config.getoption("--kvxfer-backend") or [name for name in OWN if name == "shm" or gpu_is_there()]
+    names = metafunc.config.getoption("--kvxfer-backend") or [name for name in OWN if is_there(name)]
     roads = [(name, way, memory) for name in names for way, memory in OWN.get(name) or ways_of(name)]
     metafunc.parametrize("road", roads, ids="-".join, scope="session", indirect=True)
 
