@@ -32,19 +32,24 @@ def nothing_left(warm: None, caplog: pytest.LogCaptureFixture) -> Iterator[list[
     pids: list[int] = []
     threads, fds, before = set(threading.enumerate()), descriptors(), set(segments(os.getpid()))
     yield pids
-    caplog.get_records("call").clear()  # they hold errors, whose tracebacks hold everything
     ours = [os.getpid(), *pids]
+
+    def nothing(what: str, look: Callable[[], object], timeout_s: float = 10.0) -> None:
+        """Wait until `look` finds nothing."""
+        ends = time.monotonic() + timeout_s
+        while time.monotonic() < ends:
+            for phase in ("call", "teardown"):  # a thread may log until it ends; tracebacks hold everything
+                caplog.get_records(phase).clear()
+            gc.collect()
+            found = look()
+            if not found:
+                return
+            time.sleep(0.01)
+        raise AssertionError(f"{what} are left: {found}")
+
     nothing("segments", lambda: {name for pid in ours for name in segments(pid)} - before)
     nothing("threads", lambda: set(threading.enumerate()) - threads)
     nothing("descriptors", lambda: dict(descriptors() - fds))
-
-
-def nothing(what: str, look: Callable[[], object], timeout_s: float = 3.0) -> None:
-    """Wait until `look` finds nothing."""
-    ends = time.monotonic() + timeout_s
-    while (found := (gc.collect(), look())[1]) and time.monotonic() < ends:
-        time.sleep(0.01)
-    assert not found, f"{what} are left: {found}"
 
 
 @pytest.fixture
