@@ -14,6 +14,7 @@ _HOMES = {
     "Cache": "kvxfer.cache",
     "CacheLayout": "kvxfer.layout",
     "Connector": "kvxfer.connector",
+    "Costs": "kvxfer.backends.base",
     "Fetch": "kvxfer.transfers.fetch",
     "Group": "kvxfer.layout",
     "GroupKind": "kvxfer.layout",
@@ -43,6 +44,7 @@ __all__ = [
     "Cache",
     "CacheLayout",
     "Connector",
+    "Costs",
     "Fetch",
     "Group",
     "GroupKind",
@@ -73,6 +75,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from kvxfer import errors, layout, plan
+    from kvxfer.backends.base import Costs
     from kvxfer.backends.segments import shared_empty
     from kvxfer.cache import Cache
     from kvxfer.connector import Connector

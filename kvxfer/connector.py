@@ -13,7 +13,7 @@ from typing import Any
 
 from kvxfer import checks
 from kvxfer import ticket as tickets
-from kvxfer.backends.base import Backend
+from kvxfer.backends.base import Backend, Costs
 from kvxfer.backends.discovery import start_backends
 from kvxfer.cache import AnyTicket, Cache, check_ttl, sign_ticket
 from kvxfer.control import auth
@@ -62,13 +62,17 @@ class Connector:
         rank: int = 0,
         ranks: int = 1,
         members: Mapping[int, str] | None = None,
+        costs: Costs | None = None,
         limits: Limits | None = None,
     ) -> None:
         """Start the connector.
 
         `listen` is the ZeroMQ endpoint of the control channel (port 0: any free one); `advertise` is what peers are
         told instead, for wildcard addresses. `backends` are names, or instances, in order of preference; "auto" takes
-        all that can be started. `ways` are the ways that a fetch or send of this side may take, best first.
+        all that can be started and have a use: one for other hosts is left out where `listen` is a loopback address.
+
+        `ways` are the ways that a fetch or send of this side may take, best first. Where memory is not mapped, direct
+        and packed are weighed by what the link was measured to cost when it was made; `costs` says it instead.
 
         `checksums` asks for an xxh3 of every packed chunk that this side receives (needs the extra ``checksum`` on both
         sides). `check_finite` refuses to pack NaN or infinity into a lossy wire format; without it they saturate.
@@ -92,6 +96,8 @@ class Connector:
         checks.endpoint("listen", listen)
         if advertise is not None:
             checks.endpoint("advertise", advertise)
+        if costs is not None:
+            checks.instance("costs", costs, Costs)
         if limits is not None:
             checks.instance("limits", limits, Limits)
         _check_members(members or {})
@@ -108,7 +114,8 @@ class Connector:
             )
         if advertise is None and _is_wildcard(listen):
             raise InvalidRequest(f"{listen} is a wildcard: pass advertise= with the address that peers should dial")
-        started, self.why_not = start_backends(backends)  # why_not: of backends that could not be started
+        loopback = auth.is_loopback(listen)
+        started, self.why_not = start_backends(backends, loopback=loopback)  # why_not: of backends that do not run
         self._node = Node(
             Identity(
                 name=name,
@@ -124,6 +131,7 @@ class Connector:
             ways=ways,
             checksums=checksums,
             check_finite=check_finite,
+            costs=costs,
             limits=limits or Limits(),
             listen=listen,
             advertise=advertise,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvxfer import checks
-from kvxfer.backends.base import Backend, Registration
+from kvxfer.backends.base import Backend, Costs, Registration
 from kvxfer.control.channel import Channel, Session
 from kvxfer.control.messages import (
     CacheInfo,
@@ -110,6 +110,7 @@ class Node:
         ways: Sequence[str],
         checksums: bool,
         check_finite: bool,
+        costs: Costs | None,
         limits: Limits,
         listen: str,
         advertise: str | None,
@@ -120,6 +121,7 @@ class Node:
         self.ways = tuple(ways)
         self.checksums = checksums  # asked for by this side where it receives packed chunks
         self.check_finite = check_finite  # by this side where it packs
+        self.costs = costs  # of one-sided operations, where they are not to be measured
         self.limits = limits
         self.caches: dict[str, Cache] = {}
         self.promises: dict[int, Lease | Reservation] = {}  # by slot of the lease table
@@ -147,6 +149,7 @@ class Node:
             self.progress,
             self.backends,
             self.describe,
+            self._connected,
             dial_timeout_s=limits.dial_timeout_s,
             pulse_s=limits.heartbeat_s,
         )
@@ -411,6 +414,11 @@ class Node:
             self.foreign_releases += 1
         elif message.ttl_s > 0:
             lease.renew(min(message.ttl_s, self.limits.max_ttl_s))
+
+    def _connected(self, peer: Peer) -> None:
+        peer.costs = self.costs
+        if peer.costs is None:
+            self.pool.submit(peer.measure)
 
     # --- what the channel says ------------------------------------------------------------------------------
 

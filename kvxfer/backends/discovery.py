@@ -15,15 +15,18 @@ GROUP = "kvxfer.backends"
 PREFERENCE = ("cuda_ipc", "shm", "nixl", "nccl")  # of the backends that both ends have; others come after
 
 
-def start_backends(wanted: str | Backend | Sequence[str | Backend]) -> tuple[dict[str, Backend], dict[str, str]]:
-    """The backends that run, by name and in order of preference, and why others could not be started.
+def start_backends(
+    wanted: str | Backend | Sequence[str | Backend], *, loopback: bool
+) -> tuple[dict[str, Backend], dict[str, str]]:
+    """The backends that run, by name and in order of preference, and why others do not.
 
-    `wanted` is "auto" (all that can be started), a name or an instance, or several of these, which then must all
-    start. Raises InvalidRequest for an unknown name, NoCommonBackend when none runs, and what a backend raises.
+    `wanted` is "auto" (all that can be started and have a use: with `loopback`, no peer is on another host), a name or
+    an instance, or several of these, which then must all start. Raises InvalidRequest for an unknown name,
+    NoCommonBackend when none runs, and what a backend raises.
     """
     entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
     if isinstance(wanted, str) and wanted == "auto":
-        return _start_all(entries)
+        return _start_all(entries, loopback)
     started: dict[str, Backend] = {}
     try:
         for item in [wanted] if isinstance(wanted, (str, Backend)) else wanted:
@@ -38,11 +41,15 @@ def start_backends(wanted: str | Backend | Sequence[str | Backend]) -> tuple[dic
     return started, {}
 
 
-def _start_all(entries: dict[str, importlib.metadata.EntryPoint]) -> tuple[dict[str, Backend], dict[str, str]]:
+def _start_all(
+    entries: dict[str, importlib.metadata.EntryPoint], loopback: bool
+) -> tuple[dict[str, Backend], dict[str, str]]:
     started: dict[str, Backend] = {}
     errors: dict[str, KvxferError] = {}
     for name in [name for name in PREFERENCE if name in entries] + sorted(entries.keys() - set(PREFERENCE)):
         try:
+            if loopback and started and _load(entries[name]).capabilities.cross_host:
+                raise BackendError("left out: this connector listens on loopback only, so no peer is on another host")
             started[name] = _start(entries, name)
         except KvxferError as error:
             errors[name] = error
@@ -58,7 +65,11 @@ def _start_all(entries: dict[str, importlib.metadata.EntryPoint]) -> tuple[dict[
 def _start(entries: dict[str, importlib.metadata.EntryPoint], name: str) -> Backend:
     if name not in entries:
         raise InvalidRequest(f"unknown backend {name!r}; installed are {', '.join(sorted(entries)) or 'none'}")
+    return _load(entries[name])()
+
+
+def _load(entry: importlib.metadata.EntryPoint) -> type[Backend]:
     try:
-        return entries[name].load()()
+        return entry.load()
     except ImportError as error:
-        raise BackendError(f"backend {name!r} cannot be loaded: {error}") from error
+        raise BackendError(f"backend {entry.name!r} cannot be loaded: {error}") from error

@@ -54,6 +54,7 @@ class Directory:
         progress: ProgressThread,
         backends: Mapping[str, Backend],
         describe: Callable[[bool], Description],
+        connected: Callable[[Peer], None],
         *,
         dial_timeout_s: float,
         pulse_s: float,
@@ -61,6 +62,7 @@ class Directory:
         self._progress = progress
         self._backends = backends
         self._describe = describe
+        self._connected = connected
         self._dial_timeout_s = dial_timeout_s
         self._pulse_s = pulse_s
         self._pulsing = False
@@ -137,8 +139,11 @@ class Directory:
         engine = self._engines.get(key)
         if engine is not None:  # it has registered another cache
             engine.joins.clear()
+        first = peer.link is None
         try:
             peer.describe(description, self._backends)
+            if first:
+                self._connected(peer)
         except KvxferError as error:
             _log.warning("what %s has cannot be used: %s", peer.identity.name, error)
             if search is not None and peer in search.peers.values():

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from kvxfer import kernels
-from kvxfer.backends.base import Backend, Link, RemoteRegion
+from kvxfer.backends.base import Backend, Costs, Link, RemoteRegion
 from kvxfer.control.channel import Session
 from kvxfer.control.messages import CacheInfo, Description, Message, RegionHandles, Sources
 from kvxfer.errors import BackendError, InvalidLayout, KvxferError, LeaseExpired, NoCommonBackend, PeerGone
@@ -124,6 +124,7 @@ class Peer:
         self.conversations: dict[int, Conversation] = {}
         self.backend = ""
         self.link: Link | None = None
+        self.costs: Costs | None = None  # of one-sided operations, once measured
         self.caches: dict[str, RemoteCache] = {}
         self.table: RemoteTable | None = None
         self.described = False
@@ -141,6 +142,16 @@ class Peer:
             self.table = RemoteTable(self.link, self.open_region(description.lease_table))
         self.caches = caches
         self.described = True
+
+    def measure(self) -> None:
+        """Find out what one-sided operations cost. Mover thread."""
+        try:
+            self.costs = self.link.measure()
+        except KvxferError as error:
+            _log.warning("the link to %s was not measured: %s", self.identity.name, error)
+        else:
+            if self.costs is not None:
+                _log.info("the link to %s: %s", self.identity.name, self.costs)
 
     def open_region(self, region: RegionHandles) -> RemoteRegion:
         """Open one region of the peer. Raises BackendError."""

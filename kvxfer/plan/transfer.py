@@ -9,6 +9,8 @@ import numpy as np
 
 from kvxfer.plan.rows import WIRE_ALIGNMENT
 
+_COUNTED = 256  # blocks, to learn how many runs a plan has
+
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
@@ -123,10 +125,27 @@ class TransferPlan:
     def runs(self, src_bases: np.ndarray, dst_bases: np.ndarray) -> np.ndarray:
         """The plan as flat runs, uint64 ``[n, 3]`` of source address, destination address, bytes.
 
-        Runs that continue each other on both sides are one. For transports that take descriptors.
+        In order of source addresses; runs that continue each other on both sides are one, be it blocks that lie side
+        by side or layers within a block. For transports that take descriptors.
         """
         pieces = [_part_runs(part, src_bases, dst_bases) for part in self.parts]
         return _merge_runs(np.concatenate(pieces)) if pieces else np.empty((0, 3), np.uint64)
+
+    def run_count(self) -> int:
+        """About how many runs there are: counted for the first blocks of every part, and taken to go on like that."""
+        return sum(_run_count(part) for part in self.parts)
+
+
+def _run_count(part: PlanPart) -> int:
+    if not len(part):
+        return 0
+    segments = Segments(
+        **{name: None if column is None else column[:_COUNTED] for name, column in vars(part.segments).items()}
+    )
+    regions = 1 + max(int(part.rows["src_region"].max()), int(part.rows["dst_region"].max()))
+    apart = np.arange(regions, dtype=np.uint64) << np.uint64(48)
+    counted = len(_merge_runs(_part_runs(PlanPart(rows=part.rows, segments=segments), apart, apart)))
+    return -(-counted * len(part) // len(segments.src_block))
 
 
 def _align(sizes: np.ndarray) -> np.ndarray:
@@ -143,11 +162,10 @@ def _row_bytes(rows: np.ndarray, src_token: np.ndarray, tokens: np.ndarray) -> n
 
 
 def _part_runs(part: PlanPart, src_bases: np.ndarray, dst_bases: np.ndarray) -> np.ndarray:
-    """Runs of one part, segment by segment, row by row."""
+    """Runs of one part, row by row."""
     columns = []
     segments = part.segments
-    order = []
-    for number, row in enumerate(part.rows):
+    for row in part.rows:
         ratio = int(row["tokens_per_entry"])
         if ratio:
             src_entry, dst_entry = segments.src_token // ratio, segments.dst_token // ratio
@@ -175,14 +193,13 @@ def _part_runs(part: PlanPart, src_bases: np.ndarray, dst_bases: np.ndarray) -> 
             )
             sides.append((at_entry[:, None] + inner).ravel())
         columns.append(np.stack([*sides, np.full(len(sides[0]), row["unit_bytes"], np.uint64)], axis=1))
-        order.append(np.repeat(which, len(head)) * len(part.rows) + number)
-    runs = np.concatenate(columns)
-    return runs[np.argsort(np.concatenate(order), kind="stable")]
+    return np.concatenate(columns)
 
 
 def _merge_runs(runs: np.ndarray) -> np.ndarray:
     if len(runs) < 2:
         return runs
+    runs = runs[np.argsort(runs[:, 0], kind="stable")]
     ends = runs[:-1, :2] + runs[:-1, 2:]
     starts = np.concatenate(([True], (ends != runs[1:, :2]).any(axis=1)))
     index = np.flatnonzero(starts)

@@ -9,6 +9,7 @@ Imports node, match, moves, pull, plan, remote.
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -30,10 +31,11 @@ from kvxfer.kernels import PIECE_BYTES, PreparedPackedPlan, PreparedPlan
 from kvxfer.node import Node, new_transfer_id
 from kvxfer.peers.directory import Engine
 from kvxfer.peers.remote import Peer, RemoteCache
-from kvxfer.plan import check_blocks
+from kvxfer.plan import TransferPlan, check_blocks
 from kvxfer.ticket import Ticket
 from kvxfer.transfers import moves
-from kvxfer.transfers.match import best_way, check_fingerprints, copies_of
+from kvxfer.transfers.choice import Choice
+from kvxfer.transfers.match import check_fingerprints, choose_way, copies_of
 from kvxfer.transfers.pull import PullLeg
 from kvxfer.transfers.transfer import Transfer
 
@@ -63,7 +65,12 @@ class Leg:
 
     source: Source
     plan: PreparedPlan | PreparedPackedPlan
-    way: str
+    choice: Choice
+
+    @property
+    def way(self) -> str:
+        """mapped, direct or packed."""
+        return self.choice.way
 
 
 class Fetch(Transfer):
@@ -137,13 +144,18 @@ class Fetch(Transfer):
         if record is None:
             return None
         lists = check_blocks(source.cache.layout, record.lists(), tokens=ticket.tokens, role="source")
-        way = best_way(self._cache, source.cache, source.join, self._node)
-        if way == "packed":
+
+        @functools.cache
+        def plain() -> TransferPlan:
+            return source.join.plain.plan_checked(lists, self._dst_lists, tokens=ticket.tokens)
+
+        choice = choose_way(self._cache, source.cache, source.join, self._node, source.peer.costs, plain)
+        if choice.way == "packed":
             counts = {name: len(ids) for name, ids in lists.items()}
             plan = self._cache.prepare_packed(source.join.plan(counts, self._dst_lists, tokens=ticket.tokens))
         else:
-            plan = self._cache.prepare(source.join.plain.plan_checked(lists, self._dst_lists, tokens=ticket.tokens))
-        return Leg(source, plan, way)
+            plan = self._cache.prepare(plain())
+        return Leg(source, plan, choice)
 
     def _try_again(self, what: str, error: KvxferError | None = None, engine: Engine | None = None) -> None:
         """Attempt again a little later. With an engine: it is asked what it has, and `error` ends a long wait."""
@@ -162,6 +174,7 @@ class Fetch(Transfer):
         self.count(
             backend="+".join(sorted({leg.source.peer.backend for leg in legs})),
             way="+".join(sorted({leg.way for leg in legs})),
+            choice="; ".join(leg.choice.why for leg in legs if leg.choice.why),
             wire=self._wire,
             bytes=sum(plan.nbytes for plan in plans),
             wire_bytes=sum(

@@ -1,13 +1,14 @@
 """How a cache of this process and a cache of a peer fit together: fingerprints, the way to take, the plans.
 
-Imports formats, plan, kernels, remote.
+Imports choice, formats, plan, kernels, remote.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from kvxfer.backends.base import Costs
 from kvxfer.errors import FingerprintMismatch, NoCommonBackend
 from kvxfer.formats import PackedJoin, PackedPlan
 from kvxfer.formats.plan import Blocks
@@ -17,6 +18,7 @@ from kvxfer.node import Node
 from kvxfer.peers.remote import RemoteCache
 from kvxfer.plan import TransferPlan
 from kvxfer.ticket import Ticket, fingerprint_digest
+from kvxfer.transfers.choice import Choice, choose
 
 if TYPE_CHECKING:
     from kvxfer.cache import Cache
@@ -51,6 +53,21 @@ def best_way(cache: Cache, remote: RemoteCache, joined: PackedJoin, node: Node) 
         f"wire format {str(joined.wire)!r} between these caches has to be packed and unpacked, and this connector "
         f"allows only {', '.join(node.ways)}: add 'packed' to its ways"
     )
+
+
+def choose_way(
+    cache: Cache,
+    remote: RemoteCache,
+    joined: PackedJoin,
+    node: Node,
+    costs: Costs | None,
+    plain: Callable[[], TransferPlan],
+) -> Choice:
+    """`best_way`, but between direct and packed the one that the link's `costs` speak for, where they are known."""
+    way = best_way(cache, remote, joined, node)
+    if way != "direct" or "packed" not in node.ways or costs is None:
+        return Choice(way, "")
+    return choose(costs, plain())
 
 
 def copies_of(plan: TransferPlan | PackedPlan) -> int:

@@ -8,6 +8,7 @@ Imports node, match, moves, packed, plan, remote. The other end is reserve.py.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import TYPE_CHECKING
 
@@ -39,11 +40,11 @@ from kvxfer.kernels import PreparedPackedPlan, PreparedPlan
 from kvxfer.node import Node, new_transfer_id
 from kvxfer.peers.directory import Engine
 from kvxfer.peers.remote import Peer, RemoteCache
-from kvxfer.plan import check_blocks
+from kvxfer.plan import TransferPlan, check_blocks
 from kvxfer.ticket import Ticket
 from kvxfer.transfers import moves
 from kvxfer.transfers.fetch import ANNOUNCEMENT_S
-from kvxfer.transfers.match import best_way, check_fingerprints, copies_of, packed_stages
+from kvxfer.transfers.match import check_fingerprints, choose_way, copies_of, packed_stages
 from kvxfer.transfers.packed import PackedSource
 from kvxfer.transfers.transfer import Transfer
 
@@ -151,23 +152,26 @@ class Send(Transfer):
             src_scales=self._cache.scales,
             dst_scales=remote.scales,
         )[0]
-        way = best_way(self._cache, remote, joined, self._node)
-        layers = self._layers if self._layerwise else (None,)
+        layers, tokens = self._layers if self._layerwise else (None,), ticket.tokens
+
+        @functools.cache
+        def plain(layer: str | None) -> TransferPlan:
+            return joined.plain.plan_checked(self._src_lists, dst_lists, tokens=tokens, layer=layer)
+
+        choice = choose_way(self._cache, remote, joined, self._node, peer.costs, lambda: plain(layers[0]))
+        way = choice.way
         if way == "packed":
             counts = {name: len(ids) for name, ids in dst_lists.items()}
             self._stages = packed_stages(self._cache, joined, self._src_lists, counts, ticket.tokens, layers)
         else:
-            plain, tokens = joined.plain, ticket.tokens
-            self._stages = [
-                self._cache.prepare(plain.plan_checked(self._src_lists, dst_lists, tokens=tokens, layer=layer))
-                for layer in layers
-            ]
+            self._stages = [self._cache.prepare(plain(layer)) for layer in layers]
         self._stages_left = len(self._stages)
         self._peer, self._remote = peer, remote
         plans = [stage.plan for stage in self._stages]
         self.count(
             backend=peer.backend,
             way=way,
+            choice=choice.why,
             wire=self._wire,
             bytes=sum(plan.nbytes for plan in plans),
             wire_bytes=sum(plan.wire_bytes if way == "packed" else plan.nbytes for plan in plans),

@@ -54,6 +54,7 @@ class TransferStats:
 
     backend: str = ""
     way: str = ""  # mapped, direct or packed
+    choice: str = ""  # why that way, where two were weighed
     wire: str = "raw"
     bytes: int = 0
     wire_bytes: int = 0

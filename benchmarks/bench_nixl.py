@@ -1,0 +1,216 @@
+"""NIXL between two processes: scattered blocks packed and direct, against NIXL with a descriptor a block and with one.
+
+    python benchmarks/bench_nixl.py [--json FILE] [--megabytes 256] [--calls 9] [--tcp]
+
+Rows: ours (a whole fetch, from the call to the confirmed end), the peer (NIXL's own API handed a descriptor for every
+block, prepared beforehand, written or read), and the ceiling of the same run (the same bytes in one descriptor, written
+or read, whichever is faster). Bytes are counted once. ``--tcp`` keeps UCX off shared memory, as between hosts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import multiprocessing
+import os
+import secrets
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+import bench_shm
+import timing
+
+import kvxfer
+from kvxfer.connector import WAYS
+
+BLOCK_KIB = (4, 16, 64)
+ROWS = {"kvxfer packed": ("packed",), "kvxfer direct": ("direct",), "kvxfer as it chooses": WAYS}
+
+
+def agent(name: str):
+    """An agent as NIXL's own Python class makes it."""
+    from nixl_cu13 import nixl_agent
+
+    return nixl_agent(name)
+
+
+def target(pipe: Connection, nbytes: int) -> None:
+    """The other process of NIXL's rows: registers memory and waits."""
+    nixl = agent("target")
+    memory = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
+    nixl.register_memory([(memory.ctypes.data, nbytes, 0, "")], "DRAM")
+    pipe.send((nixl.get_agent_metadata(), memory.ctypes.data))
+    pipe.recv()
+
+
+class Nixl:
+    """NIXL's rows: the same blocks by prepared descriptor lists, and all bytes in one descriptor."""
+
+    def __init__(self, nbytes: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=target, args=(theirs, nbytes), daemon=True)
+        self._process.start()
+        self._nixl = agent("initiator")
+        self._memory = np.ones(nbytes, np.uint8)
+        self._nixl.register_memory([(self._memory.ctypes.data, nbytes, 0, "")], "DRAM")
+        metadata, self._remote = self._pipe.recv()
+        self._peer = self._nixl.add_remote_agent(metadata)
+        self._nbytes = nbytes
+
+    def close(self) -> None:
+        """End the other process."""
+        self._pipe.send(None)
+        self._process.join()
+
+    def mover(self, operation: str, block_bytes: int, local_ids: np.ndarray, remote_ids: np.ndarray):
+        """A function that moves these blocks by READ or WRITE."""
+        sides = []
+        for name, base, ids in (("", self._memory.ctypes.data, local_ids), (self._peer, self._remote, remote_ids)):
+            rows = np.zeros((len(ids), 3), np.uint64)
+            rows[:, 0] = base + ids.astype(np.uint64) * np.uint64(block_bytes)
+            rows[:, 1] = block_bytes
+            sides.append(self._nixl.prep_xfer_dlist(name, rows, "DRAM"))
+        every = np.arange(len(local_ids), dtype=np.int32)
+
+        def move(_: None) -> None:
+            handle = self._nixl.make_prepped_xfer(operation, sides[0], every, sides[1], every)
+            state = self._nixl.transfer(handle)
+            while state == "PROC":
+                state = self._nixl.check_xfer_state(handle)
+            if state != "DONE":
+                raise RuntimeError(f"NIXL says {state}")
+            handle.release()
+
+        return move
+
+
+def bench_blocks(peer: bench_shm.Prefill, secret: bytes, block_kib: int, megabytes: int, calls: int) -> list[dict]:
+    """All rows of one block size."""
+    block_bytes, count = block_kib << 10, (megabytes << 10) // block_kib
+    total = block_bytes * count
+    layout = bench_shm.layout_of(block_bytes, count)
+    rng = np.random.default_rng(1)
+    src_ids, dst_ids = (rng.permutation(count).astype(np.int32) for _ in range(2))
+    nixl = Nixl(total)
+    whole = np.zeros(1, np.int32)
+    functions = {
+        "ceiling: NIXL, one descriptor, READ": nixl.mover("READ", total, whole, whole),
+        "ceiling: NIXL, one descriptor, WRITE": nixl.mover("WRITE", total, whole, whole),
+        "peer: NIXL, a descriptor a block, READ": nixl.mover("READ", block_bytes, dst_ids, src_ids),
+        "peer: NIXL, a descriptor a block, WRITE": nixl.mover("WRITE", block_bytes, src_ids, dst_ids),
+    }
+    connectors, arrays, chosen = [], bench_shm.allocate(layout, "private"), {}
+    for row, ways in ROWS.items():
+        name = f"{row}-{block_kib}"
+        peer.ask("register", name, layout, "private")
+        tickets, _ = peer.ask("publish", name, src_ids, calls + 3)
+        connector = kvxfer.Connector("decode", backends=["nixl"], ways=ways, secret=secret)
+        connectors.append(connector)
+        cache = connector.register(arrays, layout, name=name)
+        functions[row] = fetcher(cache, collections.deque(tickets), dst_ids, row, chosen)
+    results = timing.measure_together(functions, [None], calls=calls)
+    for connector in connectors:
+        connector.close()
+    nixl.close()
+    ceiling = max(result.rate(total) for row, result in results.items() if row.startswith("ceiling"))
+    return [
+        {
+            "block_kib": block_kib,
+            "row": row,
+            "gigabytes_per_s": result.rate(total),
+            "low": total / result.high_s / 1e9,
+            "high": total / result.low_s / 1e9,
+            "of_ceiling": result.rate(total) / ceiling,
+            "way": chosen.get(row, ""),
+        }
+        for row, result in results.items()
+    ]
+
+
+def fetcher(cache: kvxfer.Cache, tickets: collections.deque, ids: np.ndarray, row: str, chosen: dict[str, str]):
+    """A function that fetches with the next ticket, and notes the way that was taken."""
+
+    def fetch(_: None) -> None:
+        chosen[row] = cache.fetch(tickets.popleft(), into={"full": ids}, timeout_s=120).wait().way
+
+    return fetch
+
+
+def at_rest(seconds: float = 5.0) -> dict[str, float]:
+    """Share of a core that a process with an open NIXL peer takes while nothing moves: ours, and NIXL's own agent."""
+    shares = {}
+    for name, body in {"kvxfer": rest_of_kvxfer, "NIXL's Python agent": rest_of_nixl}.items():
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=body, args=(theirs, seconds), daemon=True)
+        process.start()
+        shares[name] = ours.recv()
+        process.join()
+    return shares
+
+
+def rest_of_kvxfer(pipe: Connection, seconds: float) -> None:
+    """Two connectors of one process, joined; half of what both take."""
+    layout = bench_shm.layout_of(4096, 16)
+    connectors = [kvxfer.Connector(name, backends=["nixl"]) for name in ("a", "b")]
+    caches = [connector.register(bench_shm.allocate(layout, "private"), layout) for connector in connectors]
+    lease = caches[0].publish({"full": [1]}, tokens=16)
+    caches[1].fetch(lease.ticket, into={"full": [2]}).wait()
+    pipe.send(share_of_a_core(seconds) / 2)
+
+
+def rest_of_nixl(pipe: Connection, seconds: float) -> None:
+    """One agent of NIXL's own class."""
+    keep = agent("resting")
+    pipe.send(share_of_a_core(seconds))
+    del keep
+
+
+def share_of_a_core(seconds: float) -> float:
+    """Processor time of this process while it sleeps, by the time slept."""
+    time.sleep(1)
+    used = time.process_time()
+    time.sleep(seconds)
+    return (time.process_time() - used) / seconds
+
+
+def table(rows: list[dict], rest: dict[str, float]) -> str:
+    """What a person reads."""
+    lines = [f"{'block':>7}  {'what':<42} {'GB/s':>7} {'quartiles':>15} {'of ceiling':>10}  way"]
+    for row in rows:
+        spread = f"{row['low']:.2f}..{row['high']:.2f}"
+        lines.append(
+            f"{row['block_kib']:>4} KiB  {row['row']:<42} {row['gigabytes_per_s']:>7.2f} {spread:>15} "
+            f"{row['of_ceiling']:>10.2f}  {row['way']}"
+        )
+    lines += ["", *(f"at rest: {name} {share:.3f} of a core" for name, share in rest.items())]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", help="write the results here")
+    parser.add_argument("--megabytes", type=int, default=256, help="bytes moved by a call (default %(default)s MiB)")
+    parser.add_argument("--calls", type=int, default=9, help="measured calls of each row (default %(default)s)")
+    parser.add_argument("--tcp", action="store_true", help="keep UCX off shared memory")
+    args = parser.parse_args()
+    if args.tcp:
+        os.environ["UCX_TLS"] = "tcp"
+    rest = at_rest()
+    secret = secrets.token_bytes(32)
+    peer = bench_shm.Prefill(secret, backends=["nixl"])
+    rows = [row for kib in BLOCK_KIB for row in bench_blocks(peer, secret, kib, args.megabytes, args.calls)]
+    peer.pipe.close()
+    print(table(rows, rest))
+    if args.json:
+        timing.save(Path(args.json), timing.environment(tcp=args.tcp), [{"rows": rows, "at_rest": rest}])
+
+
+if __name__ == "__main__":
+    main()
