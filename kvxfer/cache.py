@@ -25,13 +25,14 @@ from kvxfer.errors import (
     KvxferError,
     LeaseExpired,
 )
-from kvxfer.formats import PackedPlan
+from kvxfer.formats import PackedJoin, PackedPlan
 from kvxfer.layout import CacheLayout
 from kvxfer.lease import Lease
 from kvxfer.node import Node
 from kvxfer.peers.remote import Peer
 from kvxfer.plan import BlockLists, TransferPlan, check_blocks
 from kvxfer.ticket import Record, Ticket
+from kvxfer.transfers import shelf
 from kvxfer.transfers.fetch import Fetch
 from kvxfer.transfers.pull import Serve
 from kvxfer.transfers.reserve import Reservation
@@ -68,6 +69,7 @@ class Cache:
         self.device = _one_device(layout)
         self.fingerprint = tickets.fingerprint_digest(layout.fingerprint)
         self._used: OrderedDict[bytes, object] = OrderedDict()
+        self._own_joins: dict[str, PackedJoin] = {}  # by wire format
         self._registrations: list[dict[str, Registration]] = []
         self._registrations = [
             {
@@ -97,6 +99,7 @@ class Cache:
         ttl_s: float = 30.0,
         request_id: str = "",
         ticket: AnyTicket | None = None,
+        pack_ahead: str | None = None,
     ) -> Lease:
         """Promise to keep blocks as they are for `ttl_s` seconds, and get a ticket with which a peer may fetch them.
 
@@ -107,16 +110,23 @@ class Cache:
         With `ticket` the lease is published under a ticket that another process of this engine has issued for the same
         block lists (`Connector.issue`); its `ttl_s` counts from now, too.
 
-        Raises UnknownGroup, InvalidBlocks, InvalidRequest, InvalidTicket, LeaseTableFull, Closed.
+        `pack_ahead` names a wire format in which the blocks are packed at once, in the background and into memory of
+        `Limits.shelf_bytes`, as long as there is room: a fetch that goes packed, into the same layout and with that
+        wire format, then reads what it needs without waking this process.
+
+        Raises UnknownWireFormat, UnknownGroup, InvalidBlocks, InvalidRequest, InvalidTicket, LeaseTableFull, Closed.
         """
         node = self._node
         node.check_open()
         check_ttl(ttl_s, node.limits.max_ttl_s)
         lists = check_blocks(self.layout, blocks, tokens=tokens, role="source")
+        ahead = None if pack_ahead is None else self._own_join(pack_ahead)
         record = Record.of(tokens, lists).encode()
         signed = self._ticket_for(Role.FETCH, record, tokens, ttl_s, request_id, ticket)
         lease = Lease(signed, lists, time.monotonic() + ttl_s, node)
         self._publish(lease, record, numbered_here=ticket is None)
+        if ahead is not None:
+            shelf.pack_ahead(node, self, lease, ahead)
         return lease
 
     def fetch(
@@ -316,6 +326,12 @@ class Cache:
             self._used.pop(key, None)
         elif key in self._used:
             self._used[key] = None
+
+    def _own_join(self, wire: str) -> PackedJoin:
+        name = str(formats.parse(wire))
+        if name not in self._own_joins:
+            self._own_joins[name] = shelf.own_join(self, name)
+        return self._own_joins[name]
 
     def _publish(self, promise: Lease | Reservation, record: bytes, *, numbered_here: bool) -> None:
         try:

@@ -1,11 +1,10 @@
 """Leases, and the table of generation words that a peer reads one-sidedly.
 
-The table is registered memory: a header, a word and a record position for each slot, and an arena of records (block
-lists). A peer reads blocks first and the slot's word after; while the word equals the ticket's lease number, every
-byte that was read was leased. The publisher changes the word before it gives the blocks back. No Python of the
-publisher is on that path.
-
-Imports ticket.py, kernels (for the ordered word access) and errors.
+The table is registered memory: a header; for each slot a word, a record position, and where the lease lies packed
+ahead if it does (transfers/shelf.py); and an arena of records (block lists). A peer reads blocks first and the slot's
+word after; while the word equals the ticket's lease number, every byte that was read was leased. The publisher
+changes the word before it gives the blocks back. No Python of the publisher is on that path. Imports ticket.py,
+kernels (for the ordered word access) and errors.
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ if TYPE_CHECKING:
 
 ENDED = 1 << 63  # set in a word once its lease has ended
 HEADER_BYTES = 64
-SLOT = np.dtype([("word", "<u8"), ("offset", "<u8"), ("nbytes", "<u8"), ("reserved", "<u8")])
+SLOT = np.dtype([("word", "<u8"), ("offset", "<u8"), ("nbytes", "<u8"), ("shelf", "<u8")])
+_SHELF_AT = SLOT.fields["shelf"][1]
 SLOT_BYTES = SLOT.itemsize
 _ALIGNMENT = 64
 
@@ -183,7 +183,14 @@ class LeaseTable:
             self._memory[offset : offset + len(record)] = np.frombuffer(record, np.uint8)
             self._table[slot]["offset"] = offset
             self._table[slot]["nbytes"] = len(record)
+            self._table[slot]["shelf"] = 0
             kernels.store_word(self._address + HEADER_BYTES + slot * SLOT_BYTES, lease)
+
+    def shelve(self, slot: int, lease: int, offset: int) -> None:
+        """Say where in the shelf a live lease lies packed. Does nothing once it has ended."""
+        with self._lock:
+            if self._records.get(slot, (None,))[0] == lease:
+                kernels.store_word(self._address + HEADER_BYTES + slot * SLOT_BYTES + _SHELF_AT, offset + 1)
 
     def end(self, slot: int, lease: int) -> None:
         """Change the word: no read that ends after this is confirmed. Idempotent."""
@@ -192,6 +199,7 @@ class LeaseTable:
                 return
             _, offset, nbytes = self._records.pop(slot)
             kernels.store_word(self._address + HEADER_BYTES + slot * SLOT_BYTES, lease | ENDED)
+            self._table[slot]["shelf"] = 0
             self._arena.give_back(offset, nbytes)
 
     def is_awaited(self, slot: int, lease: int) -> bool:

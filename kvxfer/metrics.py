@@ -24,6 +24,8 @@ class Metrics:
     staging_bytes: int
     staging_lent_bytes: int
     staging_waiting: int  # transfers in line for staging
+    shelf_lent_bytes: int  # that leases packed ahead take
+    packed_ahead_total: dict[str, int]  # leases: packed, no room, failed
     quarantined: int  # resources that wait for a peer to stop or to be known dead
     transfers_total: dict[tuple[str, str], int]  # ended, by kind (fetch, send, reservation) and state
     bytes_total: dict[tuple[str, str], int]  # of cache moved, by kind and way
@@ -34,7 +36,7 @@ class Metrics:
     @classmethod
     def of(cls, node: Node) -> Metrics:
         """The numbers of a connector as of now."""
-        staging, leases = node.staging_in_use, node.leases
+        staging, shelf, leases = node.staging_in_use, node.shelf_in_use, node.leases
         return cls(
             leases=len(leases),
             lease_slots_in_use=node.numbers.in_use,
@@ -44,6 +46,8 @@ class Metrics:
             staging_bytes=staging.nbytes if staging else 0,
             staging_lent_bytes=staging.lent_bytes if staging else 0,
             staging_waiting=staging.waiting if staging else 0,
+            shelf_lent_bytes=shelf.lent_bytes if shelf else 0,
+            packed_ahead_total=dict(node.packed_ahead),
             quarantined=node.quarantined,
             transfers_total=dict(node.transfers_total),
             bytes_total=dict(node.bytes_total),

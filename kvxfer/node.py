@@ -59,6 +59,7 @@ _MOST = {
     "lease_slots": 1 << 24,
     "lease_record_bytes": 1 << 40,
     "staging_bytes": 1 << 44,
+    "shelf_bytes": 1 << 44,
     "chunk_bytes": 1 << 32,
     "max_message_bytes": 1 << 30,
     "copy_threads": 1024,
@@ -76,6 +77,7 @@ class Limits:
     lease_slots: int = 4096
     lease_record_bytes: int = 8 << 20
     staging_bytes: int = 64 << 20
+    shelf_bytes: int = 256 << 20
     chunk_bytes: int = CHUNK_BYTES
     max_message_bytes: int = 1 << 20
     max_ttl_s: float = 3600.0
@@ -130,6 +132,7 @@ class Node:
         self.foreign_releases = 0
         self.transfers_total: collections.Counter[tuple[str, str]] = collections.Counter()  # by kind and state
         self.bytes_total: collections.Counter[tuple[str, str]] = collections.Counter()  # by kind and way
+        self.packed_ahead: collections.Counter[str] = collections.Counter()  # packed, no room, failed
         self._early_releases: dict[tuple[int, int], tuple[Release, ...]] = {}  # by slot and lease
         self.quarantined = 0  # resources that wait for a peer to stop or to be known dead
         self._memory: list[Registration] = []
@@ -137,6 +140,8 @@ class Node:
         self._table_handles: RegionHandles | None = None
         self._staging: StagingRing | None = None
         self._outbox: StagingRing | None = None
+        self._shelf: StagingRing | None = None
+        self._shelf_handles: RegionHandles | None = None
         self._lock = threading.RLock()
         self._expiry: Timer | None = None
         self._expiry_due = float("inf")
@@ -292,9 +297,25 @@ class Node:
             return self._outbox
 
     @property
+    def shelf(self) -> StagingRing:
+        """Where leases lie packed ahead; allocated at first use, and told to peers then. Any thread."""
+        with self._lock:
+            if self._shelf is None:
+                units = max(1, self.limits.shelf_bytes // UNIT_BYTES)
+                memory, self._shelf_handles = self._allocate(units * UNIT_BYTES)
+                self._shelf = StagingRing(memory)
+                self.progress.post(self.directory.announce)
+            return self._shelf
+
+    @property
     def staging_in_use(self) -> StagingRing | None:
         """The staging ring if it has been allocated."""
         return self._staging
+
+    @property
+    def shelf_in_use(self) -> StagingRing | None:
+        """The shelf if it has been allocated."""
+        return self._shelf
 
     def _allocate(self, nbytes: int) -> tuple[Registration, RegionHandles]:
         """Memory that peers of every backend can reach, and how each opens it.
@@ -314,6 +335,7 @@ class Node:
         return Description(
             backends={name: backend.hello() for name, backend in self.backends.items()},
             lease_table=self._table_handles,
+            shelf=self._shelf_handles,
             caches=tuple(
                 CacheInfo(name=name, layout=cache.layout.unbound(), regions=cache.handles, scales=cache.scales)
                 for name, cache in self.caches.items()

@@ -82,6 +82,7 @@ class Description(Message, tag="description"):
 
     backends: dict[str, bytes]  # name: the backend's hello
     lease_table: RegionHandles | None
+    shelf: RegionHandles | None  # memory in which leases lie packed ahead
     caches: tuple[CacheInfo, ...]
     reply: bool  # whether the receiver should answer with its own
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -62,11 +63,29 @@ class RemoteCache:
         raise NoCommonBackend(f"cache {self.name!r} of the peer cannot be reached: {reasons}")
 
 
+@dataclass(frozen=True)
+class Published:
+    """A lease as its table has it: block lists, and where in the shelf it lies packed ahead, if it does."""
+
+    record: Record
+    shelf_offset: int | None
+
+
+@dataclass(frozen=True)
+class OnShelf:
+    """A place in a peer's shelf: its header, its address here (`mapped`) or there, and bytes up to the shelf's end."""
+
+    header: bytes
+    address: int
+    nbytes: int
+    mapped: bool
+
+
 class RemoteTable:
     """A peer's lease table, read one-sidedly."""
 
-    def __init__(self, link: Link, region: RemoteRegion) -> None:
-        self._link, self._region = link, region
+    def __init__(self, link: Link, region: RemoteRegion, shelf: RemoteRegion | None) -> None:
+        self._link, self._region, self._shelf = link, region, shelf
 
     @property
     def is_mapped(self) -> bool:
@@ -88,8 +107,8 @@ class RemoteTable:
             f"the lease of request {ticket.request_id!r} {how}; fetch earlier, or publish with more ttl_s if it ran out"
         )
 
-    def record(self, ticket: Ticket) -> Record | None:
-        """The lease's block lists, or None when they are not published yet. Raises LeaseExpired, BackendError."""
+    def published(self, ticket: Ticket) -> Published | None:
+        """What the lease says, or None when it is not published yet. Raises LeaseExpired, BackendError."""
         if not self.word_state(ticket):
             return None
         row = np.frombuffer(self._read(HEADER_BYTES + ticket.slot * SLOT_BYTES, SLOT_BYTES), SLOT)[0]
@@ -97,9 +116,21 @@ class RemoteTable:
         if nbytes == ticket.record_bytes and offset + nbytes <= self._region.nbytes:
             record = Record.decode(self._read(offset, nbytes), ticket.digest)
             if record is not None:
-                return record
+                return Published(record, int(row["shelf"]) - 1 if row["shelf"] else None)
         self.word_state(ticket)  # the lease may have ended while its record was read
         raise BackendError(f"the record of lease {ticket.lease} is not the one that the ticket was signed for")
+
+    def shelved(self, offset: int | None, header_bytes: int) -> OnShelf | None:
+        """What lies in the shelf at an offset that a slot gave; None for no offset, or a shelf not known of here."""
+        if offset is None or self._shelf is None or not 0 <= offset <= self._shelf.nbytes - header_bytes:
+            return None
+        mapped = self._shelf.mapped_address
+        address = (self._shelf.remote_address if mapped is None else mapped) + offset
+        if mapped is not None:
+            header = ctypes.string_at(address, header_bytes)
+        else:
+            header = self._link.read(address, header_bytes, timeout_s=_READ_TIMEOUT_S)
+        return OnShelf(header, address, self._shelf.nbytes - offset, mapped is not None)
 
     def _word(self, slot: int) -> int:
         at = HEADER_BYTES + slot * SLOT_BYTES
@@ -139,7 +170,8 @@ class Peer:
             self._connect(description, backends)
         caches = {info.name: self._open_cache(info) for info in description.caches}
         if description.lease_table is not None:
-            self.table = RemoteTable(self.link, self.open_region(description.lease_table))
+            shelf = None if description.shelf is None else self.open_region(description.shelf)
+            self.table = RemoteTable(self.link, self.open_region(description.lease_table), shelf)
         self.caches = caches
         self.described = True
 

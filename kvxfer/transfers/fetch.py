@@ -37,6 +37,7 @@ from kvxfer.transfers import moves
 from kvxfer.transfers.choice import Choice
 from kvxfer.transfers.match import check_fingerprints, choose_way, copies_of
 from kvxfer.transfers.pull import PullLeg
+from kvxfer.transfers.shelf import ShelfLeg, Shelved, look_on_shelf, unpack_mapped
 from kvxfer.transfers.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Leg:
     source: Source
     plan: PreparedPlan | PreparedPackedPlan
     choice: Choice
+    shelved: Shelved | None  # where its bytes lie packed ahead
 
     @property
     def way(self) -> str:
@@ -95,7 +97,7 @@ class Fetch(Transfer):
         self._retry_s = _FIRST_RETRY_S
         self._engine: Engine | None = None
         self._legs: list[Leg] = []
-        self._pulls: list[PullLeg] = []
+        self._pulls: list[PullLeg | ShelfLeg] = []
         self._moving = 0
 
     def start(self) -> None:
@@ -140,10 +142,10 @@ class Fetch(Transfer):
             raise PeerGone(f"the process of {source.peer.identity.name} has ended")
         if source.peer.table is None:
             raise InvalidTicket(f"{source.peer.identity.name} has no lease table")
-        record = source.peer.table.record(ticket)
-        if record is None:
+        published = source.peer.table.published(ticket)
+        if published is None:
             return None
-        lists = check_blocks(source.cache.layout, record.lists(), tokens=ticket.tokens, role="source")
+        lists = check_blocks(source.cache.layout, published.record.lists(), tokens=ticket.tokens, role="source")
 
         @functools.cache
         def plain() -> TransferPlan:
@@ -153,9 +155,10 @@ class Fetch(Transfer):
         if choice.way == "packed":
             counts = {name: len(ids) for name, ids in lists.items()}
             plan = self._cache.prepare_packed(source.join.plan(counts, self._dst_lists, tokens=ticket.tokens))
+            shelved = look_on_shelf(self._node, self._cache, source, plan.plan, ticket, counts, published)
         else:
-            plan = self._cache.prepare(plain())
-        return Leg(source, plan, choice)
+            plan, shelved = self._cache.prepare(plain()), None
+        return Leg(source, plan, choice, shelved)
 
     def _try_again(self, what: str, error: KvxferError | None = None, engine: Engine | None = None) -> None:
         """Attempt again a little later. With an engine: it is asked what it has, and `error` ends a long wait."""
@@ -170,11 +173,12 @@ class Fetch(Transfer):
 
     def _count(self, legs: list[Leg]) -> None:
         plans = [leg.plan.plan for leg in legs]
-        packed = any(leg.way == "packed" for leg in legs)
+        asked = any(leg.way == "packed" and leg.shelved is None for leg in legs)
         self.count(
             backend="+".join(sorted({leg.source.peer.backend for leg in legs})),
             way="+".join(sorted({leg.way for leg in legs})),
             choice="; ".join(leg.choice.why for leg in legs if leg.choice.why),
+            packed_ahead=any(leg.shelved for leg in legs),
             wire=self._wire,
             bytes=sum(plan.nbytes for plan in plans),
             wire_bytes=sum(
@@ -183,31 +187,40 @@ class Fetch(Transfer):
             copies=sum(copies_of(plan) for plan in plans),
             peers=len(legs),
             missing=legs[0].source.join.missing if legs else (),
-            conversation=packed,
+            conversation=asked,
         )
 
     def _move(self) -> None:
         packed = [leg for leg in self._legs if leg.way == "packed" and leg.plan.plan.wire_bytes]
-        mapped = [leg for leg in self._legs if leg.way == "mapped"]
+        asked = [leg for leg in packed if leg.shelved is None or not leg.shelved.mapped]
+        here = [leg for leg in self._legs if leg.way == "mapped" or (leg in packed and leg not in asked)]
         direct = [leg for leg in self._legs if leg.way == "direct"]
-        self._moving = 1 + len(packed) + len(direct)
-        if packed:
+        self._moving = 1 + len(asked) + len(direct)
+        if asked:
             self.waits_for("packed chunks")
             self.arm()
-            self._pulls = [PullLeg(self, self._node, leg, self._ticket, self._cache) for leg in packed]
+            self._pulls = [self._pull(leg) for leg in asked]
             self.on_stop(lambda: self._node.progress.post(self._stop_pulls))
             self._node.progress.post(lambda: [pull.start() for pull in self._pulls])
         for leg in direct:
             self._move_direct(leg)
         if self.hold():
             try:
-                moved = all([self._move_mapped(leg) for leg in mapped])
+                moved = all([self._move_here(leg) for leg in here])
             finally:
                 self.drop()
             if moved:
                 self.leg_moved()
 
-    def _move_mapped(self, leg: Leg) -> bool:
+    def _pull(self, leg: Leg) -> PullLeg | ShelfLeg:
+        if leg.shelved is None:
+            return PullLeg(self, self._node, leg, self._ticket, self._cache)
+        link, bases = leg.source.peer.link, self._cache.bases
+        return ShelfLeg(self._node, self, link, leg.plan, leg.shelved, bases, moved=self.leg_moved)
+
+    def _move_here(self, leg: Leg) -> bool:
+        if leg.shelved is not None:
+            return unpack_mapped(self._node, self, leg.plan, leg.shelved, self._cache.bases)
         threads = self._node.limits.copy_threads
         return moves.move_mapped(leg.plan, leg.source.cache.mapped_bases, self._cache.bases, self, threads=threads)
 

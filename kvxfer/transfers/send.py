@@ -139,11 +139,11 @@ class Send(Transfer):
             self._node.directory.ask_again(engine)
             self._try_again(f"cache {ticket.cache!r} of {ticket.engine!r}")
             return
-        record = peer.table.record(ticket)
-        if record is None:
+        published = peer.table.published(ticket)
+        if published is None:
             self._try_again("the reservation to be published")
             return
-        dst_lists = check_blocks(remote.layout, record.lists(), tokens=ticket.tokens, role="destination")
+        dst_lists = check_blocks(remote.layout, published.record.lists(), tokens=ticket.tokens, role="destination")
         joined = join_packed(
             [self._cache.layout],
             remote.layout,

@@ -66,6 +66,11 @@ class StagingRing:
         self._lend()
         return key
 
+    def borrow_now(self, nbytes: int) -> Loan | None:
+        """One buffer of at least `nbytes` if there is room at this moment and nobody stands in line."""
+        with self._lock:
+            return None if self._waiting else self._find(-(-nbytes // self._unit) * self._unit, 1)
+
     def forget(self, key: object) -> None:
         """Leave the line; does nothing once granted."""
         with self._lock:

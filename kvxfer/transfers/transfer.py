@@ -61,6 +61,7 @@ class TransferStats:
     copies: int = 0  # what an engine would have posted one by one
     peers: int = 0
     missing: tuple[str, ...] = ()  # layers that the source did not have, where that was allowed
+    packed_ahead: bool = False  # the bytes lay packed when they were fetched
     conversation: bool = False  # whether the peer's Python took part
     seconds: float = 0.0  # from the call to the end
     posted_s: float = 0.0  # of these, before the first byte moved
