@@ -33,17 +33,20 @@ from kvxfer.peers.remote import Peer, RemoteCache
 from kvxfer.plan import check_blocks
 from kvxfer.ticket import Ticket
 from kvxfer.transfers import moves
-from kvxfer.transfers.match import best_way, check_fingerprints, copies_of
+from kvxfer.transfers.match import best_way, check_fingerprints, copies_of, why_not_mapped
 from kvxfer.transfers.pull import PullLeg
 from kvxfer.transfers.transfer import Transfer
 
 if TYPE_CHECKING:
     from kvxfer.cache import Cache
+    from kvxfer.cuda import Event
+    from kvxfer.cuda.lanes import Ending
 
 _log = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 0.0005
 _LAST_RETRY_S = 0.01
+_RETRY_SHARE = 0.125  # of the time waited so far: looking again costs little, and adds little to a long wait
 ANNOUNCEMENT_S = 1.0  # how long after its ticket a peer's newly registered cache may become known here
 
 
@@ -64,6 +67,7 @@ class Leg:
     source: Source
     plan: PreparedPlan | PreparedPackedPlan
     way: str
+    ending: Ending | None  # of the mapped way on a GPU: the verdict that the device has read
 
 
 class Fetch(Transfer):
@@ -79,17 +83,22 @@ class Fetch(Transfer):
         wire: str,
         timeout_s: float,
         allow_missing: bool,
+        after: Event | None = None,
     ) -> None:
-        super().__init__(node.progress, timeout_s=timeout_s, what=f"fetch of request {ticket.request_id!r}")
+        """`after`: nothing is written before this event has passed."""
+        super().__init__(
+            node.progress, timeout_s=timeout_s, what=f"fetch of request {ticket.request_id!r}", gates=cache.gates
+        )
         self._node, self._cache = node, cache
         self._ticket, self._dst_lists = ticket, dst_lists
         self._wire = wire
         self.allow_missing = allow_missing
-        self._retry_s = _FIRST_RETRY_S
         self._engine: Engine | None = None
         self._legs: list[Leg] = []
         self._pulls: list[PullLeg] = []
         self._moving = 0
+        self._after = after
+        self.on_end(self._let_go)
 
     def start(self) -> None:
         """Queue the first attempt. Any thread."""
@@ -120,6 +129,8 @@ class Fetch(Transfer):
                 self._try_again("the lease to be published")
                 return
             legs.append(leg)
+        if self._after is not None and any(leg.way == "packed" for leg in legs):
+            self._after.synchronise()
         if not self.begin():
             return
         self._legs = legs
@@ -141,9 +152,19 @@ class Fetch(Transfer):
         if way == "packed":
             counts = {name: len(ids) for name, ids in lists.items()}
             plan = self._cache.prepare_packed(source.join.plan(counts, self._dst_lists, tokens=ticket.tokens))
+        elif source.join.plain is None:
+            plan = self._cache.prepare(source.join.plan(lists, self._dst_lists, tokens=ticket.tokens))
         else:
             plan = self._cache.prepare(source.join.plain.plan_checked(lists, self._dst_lists, tokens=ticket.tokens))
-        return Leg(source, plan, way)
+        return Leg(source, plan, way, self._ending(source) if way == "mapped" else None)
+
+    def _ending(self, source: Source) -> Ending | None:
+        """What the GPU does after the last byte; None for a cache in host memory."""
+        if self.gate is None:
+            return None
+        from kvxfer.cuda.lanes import Ending
+
+        return Ending(lease_word=source.peer.table.device_word(self._ticket))
 
     def _try_again(self, what: str, error: KvxferError | None = None, engine: Engine | None = None) -> None:
         """Attempt again a little later. With an engine: it is asked what it has, and `error` ends a long wait."""
@@ -153,15 +174,17 @@ class Fetch(Transfer):
             self._node.directory.ask_again(engine)
         self.waits_for(what)
         self.arm()
-        delay, self._retry_s = self._retry_s, min(2 * self._retry_s, _LAST_RETRY_S)
+        delay = min(max(_FIRST_RETRY_S, _RETRY_SHARE * self.elapsed_s), _LAST_RETRY_S)
         self._node.progress.post(lambda: self._node.progress.call_later(delay, self.start))
 
     def _count(self, legs: list[Leg]) -> None:
         plans = [leg.plan.plan for leg in legs]
+        not_mapped = {why_not_mapped(self._cache, leg.source.cache, self._node) for leg in legs if leg.way != "mapped"}
         packed = any(leg.way == "packed" for leg in legs)
         self.count(
             backend="+".join(sorted({leg.source.peer.backend for leg in legs})),
             way="+".join(sorted({leg.way for leg in legs})),
+            why_not_mapped="; ".join(sorted(not_mapped - {""})),
             wire=self._wire,
             bytes=sum(plan.nbytes for plan in plans),
             wire_bytes=sum(
@@ -189,12 +212,19 @@ class Fetch(Transfer):
                 self.drop()
             if moved:
                 self.leg_moved()
+        elif self.done():
+            self._let_go()
 
     def _move_here(self, leg: Leg) -> bool:
         cache, dst = leg.source.cache, self._cache.bases
         if leg.way == "mapped":
             threads = self._node.limits.copy_threads
-            return moves.move_mapped(leg.plan, cache.mapped_bases, dst, self, threads=threads)
+            after = () if self._after is None else (self._after.address,)
+            if leg.ending is not None and len(self._legs) == 1:
+                leg.ending.gate = self.gate
+            return moves.move_mapped(
+                leg.plan, cache.mapped_bases, dst, self, threads=threads, after=after, ending=leg.ending
+            )
         return moves.move_direct(leg.plan, leg.source.peer.link, Direction.READ, cache.remote_bases, dst, self)
 
     @property
@@ -212,14 +242,25 @@ class Fetch(Transfer):
             self._moving -= 1
             last = self._moving == 0
         if last:
+            self.open_gate()
             self.attempt(self._confirm)
 
     def _confirm(self) -> None:
+        engine = self._engine
         for leg in self._legs:
-            if not leg.source.peer.table.word_state(self._ticket):
+            table, ending = leg.source.peer.table, leg.ending
+            if ending is not None and ending.seen is not None:  # read on the device, right after the last byte
+                live = table.judge(ending.seen, self._ticket)
+            else:
+                live = table.word_state(self._ticket)
+            if not live:
                 raise BackendError(f"the lease table of {leg.source.peer.identity.name} went back in time")
         if self.succeed():
-            release(self._node, self._engine, self._ticket)
+            release(self._node, engine, self._ticket)
+
+    def _let_go(self) -> None:
+        """The transfer has ended: what it used of its peers may be unmapped, even if the engine keeps the handle."""
+        self._engine, self._legs, self._after = None, [], None
 
     def _stop_pulls(self) -> None:
         for pull in self._pulls:

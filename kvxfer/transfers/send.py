@@ -42,12 +42,13 @@ from kvxfer.plan import check_blocks
 from kvxfer.ticket import Ticket
 from kvxfer.transfers import moves
 from kvxfer.transfers.fetch import ANNOUNCEMENT_S
-from kvxfer.transfers.match import best_way, check_fingerprints, copies_of, packed_stages
+from kvxfer.transfers.match import best_way, check_fingerprints, copies_of, packed_stages, why_not_mapped
 from kvxfer.transfers.packed import PackedSource
 from kvxfer.transfers.transfer import Transfer
 
 if TYPE_CHECKING:
     from kvxfer.cache import Cache
+    from kvxfer.cuda import Event
 
 _log = logging.getLogger(__name__)
 
@@ -72,8 +73,12 @@ class Send(Transfer):
         wire: str,
         timeout_s: float,
         allow_missing: bool,
+        after: Event | None = None,
     ) -> None:
-        super().__init__(node.progress, timeout_s=timeout_s, what=f"send of request {ticket.request_id!r}")
+        """`after`: the blocks are read once this event has passed; with `layerwise` each layer has its own."""
+        super().__init__(
+            node.progress, timeout_s=timeout_s, what=f"send of request {ticket.request_id!r}", gates=cache.gates
+        )
         self._node, self._cache = node, cache
         self._ticket, self._src_lists = ticket, src_lists
         self._layerwise, self._wire, self._allow_missing = layerwise, wire, allow_missing
@@ -81,6 +86,8 @@ class Send(Transfer):
         self._ready: set[int] = set() if layerwise else {0}
         self._reported: dict[str, object] = {}
         self._events: dict[int, tuple[int, object]] = {}  # by stage: CUDA's handle and the object
+        if after is not None:
+            self._events[0] = after.address, after
         self._stages: list[PreparedPlan] | list[PreparedPackedPlan] = []
         self._stages_left = 0
         self._id = new_transfer_id()
@@ -156,9 +163,9 @@ class Send(Transfer):
             counts = {name: len(ids) for name, ids in dst_lists.items()}
             self._stages = packed_stages(self._cache, joined, self._src_lists, counts, ticket.tokens, layers)
         else:
-            plain, tokens = joined.plain, ticket.tokens
+            make = joined.plan if joined.plain is None else joined.plain.plan_checked
             self._stages = [
-                self._cache.prepare(plain.plan_checked(self._src_lists, dst_lists, tokens=tokens, layer=layer))
+                self._cache.prepare(make(self._src_lists, dst_lists, tokens=ticket.tokens, layer=layer))
                 for layer in layers
             ]
         self._stages_left = len(self._stages)
@@ -167,6 +174,7 @@ class Send(Transfer):
         self.count(
             backend=peer.backend,
             way=way,
+            why_not_mapped="" if way == "mapped" else why_not_mapped(self._cache, remote, self._node),
             wire=self._wire,
             bytes=sum(plan.nbytes for plan in plans),
             wire_bytes=sum(plan.wire_bytes if way == "packed" else plan.nbytes for plan in plans),
@@ -302,7 +310,7 @@ class Send(Transfer):
             plan, src, remote = self._stages[stage], self._cache.bases, self._remote
             if self.stats.way == "mapped":
                 threads = self._node.limits.copy_threads
-                after = self._events.get(stage, (0, None))[0]
+                after = [self._events[stage][0]] if stage in self._events else []
                 moved = moves.move_mapped(plan, src, remote.mapped_bases, self, threads=threads, after=after)
             else:
                 moved = moves.move_direct(plan, self._peer.link, Direction.WRITE, src, remote.remote_bases, self)
@@ -329,6 +337,7 @@ class Send(Transfer):
 
     def _announce_failure(self) -> None:
         """The transfer has ended, and so drained: if it ended badly, the receiver must know that nobody writes."""
+        self._remote = None  # what it used of the peer may be unmapped, even if the engine keeps the handle
         if self._peer is not None:
             error = self.error
             self._node.progress.post(lambda: self._say_end(error) if error else None)
