@@ -172,6 +172,11 @@ class Kernels:
         if device != "cpu":
             self.lanes(device).warm(lanes)
 
+    def close(self) -> None:
+        """No stream waits for a transfer any more; idempotent."""
+        for lanes in self._lanes.values():
+            lanes.gates.close()
+
     def lanes(self, device: str) -> Lanes:
         """The lanes of a GPU."""
         from kvxfer.cuda.lanes import Lanes

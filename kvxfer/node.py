@@ -235,6 +235,7 @@ class Node:
                 peer.link.close()
         for backend in self.backends.values():
             backend.close()
+        self.kernels.close()
         self.caches.clear()  # a connector that is kept should not keep the caches' memory
 
     def _close_channel(self) -> None:

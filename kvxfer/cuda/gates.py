@@ -2,12 +2,18 @@
 
 A gate is closed until its word has reached its value. Words only grow, so a gate may be taken again while streams that
 waited for its earlier value are still on their way to it.
+
+Whoever takes a gate opens it. Should that fail, because a call of CUDA's waits for the very stream that waits for the
+gate, a thread opens it at its deadline: a stream is never stopped for good.
 """
 
 from __future__ import annotations
 
 import ctypes
+import heapq
+import itertools
 import threading
+import time
 from typing import Any
 
 from kvxfer.cuda.native import check, native
@@ -51,6 +57,10 @@ class Gates:
         self._pages: list[PinnedMemory] = []
         self._free: list[Gate] = []
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._due: list[tuple[float, int, int, Gate]] = []
+        self._order = itertools.count()
+        self._watch: threading.Thread | None = None
 
     def take(self) -> Gate:
         """A closed gate."""
@@ -65,6 +75,37 @@ class Gates:
 
     def give_back(self, gate: Gate) -> None:
         """The gate is open and nobody will open it again: it may be taken for something else."""
-        gate.value = (gate.value + 1) & 0xFFFFFFFF
         with self._lock:
+            gate.value = (gate.value + 1) & 0xFFFFFFFF
             self._free.append(gate)
+
+    def open_by(self, gate: Gate, deadline: float) -> None:
+        """Open the gate at a monotonic time if it has not been given back by then."""
+        with self._lock:
+            heapq.heappush(self._due, (deadline, next(self._order), gate.value, gate))
+            if self._watch is None:
+                self._watch = threading.Thread(target=self._open_overdue, name="kvxfer-gates", daemon=True)
+                self._watch.start()
+            elif self._due[0][3] is gate:
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Open what is still watched, and end the thread; idempotent."""
+        with self._lock:
+            self._due = [(float("-inf"), *rest) for _, *rest in self._due]
+            watch, _ = self._watch, self._changed.notify()
+        if watch is not None:
+            watch.join(1.0)
+
+    def _open_overdue(self) -> None:
+        with self._lock:
+            while self._due:
+                deadline, _, value, gate = self._due[0]
+                left = deadline - time.monotonic()
+                if left > 0 and gate.value == value:
+                    self._changed.wait(left)
+                    continue
+                heapq.heappop(self._due)
+                if gate.value == value:
+                    gate.open()
+            self._watch = None

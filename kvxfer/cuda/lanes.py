@@ -21,14 +21,15 @@ from kvxfer.cuda.native import check, native
 from kvxfer.cuda.packed import PreparedCudaPackedPlan
 from kvxfer.cuda.plan import PreparedCudaPlan, prepare
 from kvxfer.cuda.runtime import DeviceMemory, PinnedMemory, Stream
-from kvxfer.plan import ROW, PlanPart, Segments
+from kvxfer.formats import PackedPlan
+from kvxfer.plan import ROW, PlanPart, Segments, TransferPlan
 
 _SPIN_US = 200  # a small transfer ends within; sleeping costs 50 us and more
 _GLANCE_US = 2
 _POLL_S = 20e-6
 _CHECK_EVERY = 64  # sleeps between two looks for an error of the device
 _LEAST_BYTES = 1 << 20
-_IN_PLACE_BYTES = 64 << 10  # tables up to this size are read from pinned memory, without a copy of their own
+_IN_PLACE_COPIES = 1024  # tables of up to as many copies are read from pinned memory, without being copied first
 _PRIORITY = -1  # before the engine's kernels: a lane takes few multiprocessors and somebody waits for it
 
 _DONE, _FLAG, _SEEN = 0, 16, 32  # offsets of a lane's words
@@ -75,7 +76,7 @@ class Lane:
             self._retire(self._pinned)
             self._pinned = PinnedMemory(max(_LEAST_BYTES, 2 * nbytes), device=self.device)
         memory = self._pinned.address
-        if nbytes > _IN_PLACE_BYTES:
+        if _copies_of(prepared.plan) > _IN_PLACE_COPIES:
             self._tables = self._grown(self._tables, nbytes)
             memory = self._tables.address
         prepared.upload(stream=self.queue, memory=memory, pinned=self._pinned.array)
@@ -185,6 +186,12 @@ class Lanes:
             lane.reserve()
             with self._lock:
                 self._free.append(lane)
+
+
+def _copies_of(plan: TransferPlan | PackedPlan) -> int:
+    """Rows x segments."""
+    plan = getattr(plan, "raw", None) or plan
+    return sum(len(part.rows) * len(part) for part in plan.parts)
 
 
 def _opened(gate: Gate) -> Gate:

@@ -221,6 +221,7 @@ class Transfer:
         self.arm()
         with self._ended:
             if self._gate is not None:  # else it has ended
+                self._gates.open_by(self._gate, self._started + self._timeout_s + _DRAIN_S)
                 self._gate.hold(stream)
 
     def __repr__(self) -> str:
