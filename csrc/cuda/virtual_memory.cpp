@@ -1,5 +1,6 @@
 #include "cuda/virtual_memory.h"
 
+#include "cuda/device.h"
 #include "cuda/driver.h"
 
 namespace kvxfer::cuda {
@@ -29,7 +30,7 @@ int pointer_traits(std::uint64_t address, PointerTraits& traits) {
   if (const int status = pointer_attribute(&legacy, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, address)) {
     return status;
   }
-  if (const int status = pointer_attribute(&pool, CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, address)) return status;
+  if (pointer_attribute(&pool, CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, address)) pool = nullptr;
   traits = {legacy != 0, pool != nullptr};
   return cudaSuccess;
 }
@@ -46,6 +47,13 @@ int retain_piece(std::uint64_t address, MappedPiece& piece) {
   CUmemAllocationProp found{};
   int status = pointer_attribute(&base, CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR, address);
   if (!status) status = pointer_attribute(&nbytes, CU_POINTER_ATTRIBUTE_MAPPING_SIZE, address);
+  std::uint64_t range_base = 0;
+  std::size_t range_nbytes = 0;
+  if (!status) status = address_range(address, range_base, range_nbytes);
+  if (!status && range_nbytes < nbytes) {  // the finer answer is the single mapping
+    base = range_base;
+    nbytes = range_nbytes;
+  }
   if (!status) status = properties(&found, handle);
   if (status) {
     release_allocation(handle);

@@ -64,17 +64,17 @@ class _Mapping:
 
     def __init__(self, address: int, nbytes: int, close: Callable[..., None], *arguments: Any) -> None:
         self.address, self.nbytes = address, nbytes
-        weakref.finalize(self, _close_apart, close, *arguments)
+        weakref.finalize(self, _close_apart, close, *arguments).atexit = False  # the driver does it then
 
 
 def _close_apart(close: Callable[..., None], *arguments: Any) -> None:
     """Close a mapping on a thread of its own: that waits for the device, for which no thread of kvxfer's may wait."""
 
     def closing() -> None:
-        with contextlib.suppress(cuda.CudaError):  # the driver may be gone at exit, and the mapping with it
+        with contextlib.suppress(cuda.CudaError):  # the driver may be gone, and the mapping with it
             close(*arguments)
 
-    with contextlib.suppress(RuntimeError):  # at exit no thread starts, and the driver unmaps
+    with contextlib.suppress(RuntimeError):  # at exit no thread starts
         threading.Thread(target=closing, name="kvxfer-unmap", daemon=True).start()
 
 
@@ -127,6 +127,11 @@ class CudaIpcBackend(Backend):
                     f"this connector's caches lie on GPU {self.device}, another on {ordinal}: use a connector for each "
                     "GPU"
                 )
+            if cuda.is_from_pool(address, device=ordinal):
+                raise BackendError(
+                    f"the memory at {address:#x} is cudaMallocAsync's, whose pool other processes cannot map: allocate "
+                    "the cache with cudaMalloc (PyTorch: backend:native in PYTORCH_CUDA_ALLOC_CONF)"
+                )
             if cuda.is_exportable_by_ipc(address, device=ordinal):
                 return self._register_ipc(address, nbytes, ordinal)
             return self._register_range(address, nbytes, ordinal)
@@ -146,11 +151,6 @@ class CudaIpcBackend(Backend):
         return Registration(address=address, nbytes=nbytes, handle=_IPC + msgspec.msgpack.encode(handle))
 
     def _register_range(self, address: int, nbytes: int, device: int) -> Registration:
-        if cuda.is_from_pool(address, device=device):
-            raise BackendError(
-                f"the memory at {address:#x} is cudaMallocAsync's, whose pool other processes cannot map: allocate the "
-                "cache with cudaMalloc (PyTorch: backend:native in PYTORCH_CUDA_ALLOC_CONF)"
-            )
         try:
             exported = cuda.ExportedRange(address, nbytes, device=device)
         except cuda.CudaError as error:
@@ -307,7 +307,7 @@ class CudaIpcBackend(Backend):
             if known is None:
                 pinned = cuda.PinnedRange(start, region.mapping.nbytes, device=self.device)
                 memory = region.mapping.array()  # stays mapped until it is unpinned
-                weakref.finalize(region.mapping, _close_apart, _unpin_memory, pinned, memory)
+                weakref.finalize(region.mapping, _close_apart, _unpin_memory, pinned, memory).atexit = False
                 known = region.mapping.device_address = pinned.device_address
         except cuda.CudaError as error:
             _log.warning("a peer's host memory stays pageable, which makes copies of it slower: %s", error)
