@@ -10,6 +10,7 @@ Imports node, match, moves, pull, plan, remote.
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -129,13 +130,21 @@ class Fetch(Transfer):
                 self._try_again("the lease to be published")
                 return
             legs.append(leg)
-        if self._after is not None and any(leg.way == "packed" for leg in legs):
-            self._after.synchronise()
+        if any(leg.way == "packed" for leg in legs) and not self._passed(self._after):
+            return
         if not self.begin():
             return
         self._legs = legs
         self._count(legs)
         self._move()
+
+    def _passed(self, event: Event | None) -> bool:
+        """Wait on the host until an event has passed; False when the transfer ended before."""
+        while event is not None and not event.done():
+            if self.done():
+                return False
+            time.sleep(_FIRST_RETRY_S)
+        return True
 
     def _prepare(self, source: Source) -> Leg | None:
         """Read the lease's record from one rank and plan; None when the lease has not been published yet."""
