@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from kvxfer import checks, formats, kernels
 from kvxfer import ticket as tickets
@@ -37,6 +37,9 @@ from kvxfer.transfers.fetch import Fetch
 from kvxfer.transfers.pull import Serve
 from kvxfer.transfers.reserve import Reservation
 from kvxfer.transfers.send import Send
+
+if TYPE_CHECKING:
+    from kvxfer.cuda import Event
 
 _MAX_REMEMBERED = 65536
 _MAX_REQUEST_ID = 256
@@ -67,6 +70,9 @@ class Cache:
         self.bases = kernels.bases([region.address for region in self.layout.regions])
         self.block_bytes = {group.name: layout.block_bytes(group.name) for group in layout.groups}
         self.device = _one_device(layout)
+        if self.device != "cpu":
+            node.kernels.warm(self.device, node.limits.mover_threads)
+        self.gates = None if self.device == "cpu" else node.kernels.lanes(self.device).gates
         self.fingerprint = tickets.fingerprint_digest(layout.fingerprint)
         self._used: OrderedDict[bytes, object] = OrderedDict()
         self._own_joins: dict[str, PackedJoin] = {}  # by wire format
@@ -100,6 +106,7 @@ class Cache:
         request_id: str = "",
         ticket: AnyTicket | None = None,
         pack_ahead: str | None = None,
+        stream: object = None,
     ) -> Lease:
         """Promise to keep blocks as they are for `ttl_s` seconds, and get a ticket with which a peer may fetch them.
 
@@ -110,23 +117,30 @@ class Cache:
         With `ticket` the lease is published under a ticket that another process of this engine has issued for the same
         block lists (`Connector.issue`); its `ttl_s` counts from now, too.
 
+        With `stream`, a CUDA stream of a cache on a GPU (an integer, or a stream of torch, CuPy or cuda.core; 0 is the
+        default stream), the blocks are read only after what is enqueued on it now: the stream itself says so in the
+        lease table, and neither the host nor the stream waits. Without one they hold their bytes already. Before an
+        event, let a stream wait for it.
+
         `pack_ahead` names a wire format in which the blocks are packed at once, in the background and into memory of
         `Limits.shelf_bytes`, as long as there is room: a fetch that goes packed, into the same layout and with that
         wire format, then reads what it needs without waking this process.
 
-        Raises UnknownWireFormat, UnknownGroup, InvalidBlocks, InvalidRequest, InvalidTicket, LeaseTableFull, Closed.
+        Raises UnknownWireFormat, UnknownGroup, InvalidBlocks, InvalidRequest, InvalidTicket, LeaseTableFull,
+        BackendError, Closed.
         """
         node = self._node
         node.check_open()
         check_ttl(ttl_s, node.limits.max_ttl_s)
         lists = check_blocks(self.layout, blocks, tokens=tokens, role="source")
         ahead = None if pack_ahead is None else self._own_join(pack_ahead)
+        write_ready, after = self._writer_on(stream), None if ahead is None else self._event_on(stream)
         record = Record.of(tokens, lists).encode()
         signed = self._ticket_for(Role.FETCH, record, tokens, ttl_s, request_id, ticket)
         lease = Lease(signed, lists, time.monotonic() + ttl_s, node)
-        self._publish(lease, record, numbered_here=ticket is None)
+        self._publish(lease, record, numbered_here=ticket is None, write_ready=write_ready)
         if ahead is not None:
-            shelf.pack_ahead(node, self, lease, ahead)
+            shelf.pack_ahead(node, self, lease, ahead, after)
         return lease
 
     def fetch(
@@ -137,6 +151,7 @@ class Cache:
         wire: str = "raw",
         timeout_s: float = 30.0,
         allow_missing: bool = False,
+        stream: object = None,
     ) -> Fetch:
         """Start reading leased blocks into this cache's blocks; returns at once.
 
@@ -145,6 +160,9 @@ class Cache:
         to the transfer until it is done; what fails leaves them undefined. A ticket is good for one fetch that
         succeeds; the lease is then released. Layers that only this side has (those of a draft model, say) are refused,
         unless `allow_missing`: ``stats.missing`` then names what was not fetched.
+
+        With `stream`, as in `publish`, nothing is written before what is enqueued on it now is done, which may still
+        use the destination blocks. `Transfer.wait_on` lets a stream wait for the bytes.
 
         Raises InvalidTicket, UnknownGroup, InvalidBlocks, UnknownWireFormat, InvalidRequest, Closed at once, with
         nothing written. Everything else is raised by the transfer: LeaseExpired, PeerGone, DeadlineExceeded,
@@ -159,7 +177,16 @@ class Cache:
             raise InvalidTicket("this ticket is for sending into a reservation; fetch wants one from publish()")
         lists = check_blocks(self.layout, into, tokens=parsed.tokens, role="destination")
         self._check_writable()
-        fetch = Fetch(node, self, parsed, lists, wire=wire, timeout_s=timeout_s, allow_missing=allow_missing)
+        fetch = Fetch(
+            node,
+            self,
+            parsed,
+            lists,
+            wire=wire,
+            timeout_s=timeout_s,
+            allow_missing=allow_missing,
+            after=self._event_on(stream),
+        )
         self._use(parsed, fetch)
         node.track(fetch)
         fetch.start()
@@ -206,12 +233,13 @@ class Cache:
         wire: str = "raw",
         timeout_s: float = 30.0,
         allow_missing: bool = False,
+        stream: object = None,
     ) -> Send:
         """Start writing this cache's blocks into a peer's reservation; returns at once.
 
         `blocks` are source lists as in `publish`, for the ticket's token count; they must stay as they are until the
         transfer is done. With `layerwise` each layer moves after `Send.layer_ready`. `allow_missing` as in `fetch`:
-        layers that only the receiver has are left as they are.
+        layers that only the receiver has are left as they are. `stream` as in `publish`; layers have their own events.
 
         Ranks are paired one to one; both engines must have equally many. Raises like `fetch`, and of the transfer
         InvalidRequest where they have not.
@@ -222,6 +250,8 @@ class Cache:
         parsed = tickets.parse(ticket, node.secret)
         if parsed.role is not Role.SEND:
             raise InvalidTicket("this ticket is for fetching a lease; send wants one from reserve()")
+        if layerwise and stream is not None:
+            raise InvalidRequest("a layerwise send waits for the event of each layer: pass them to layer_ready()")
         lists = check_blocks(self.layout, blocks, tokens=parsed.tokens, role="source")
         send = Send(
             node,
@@ -232,6 +262,7 @@ class Cache:
             wire=wire,
             timeout_s=timeout_s,
             allow_missing=allow_missing,
+            after=self._event_on(stream),
         )
         self._use(parsed, send)
         node.track(send)
@@ -267,8 +298,8 @@ class Cache:
 
     # --- kernels --------------------------------------------------------------------------------------------
 
-    def prepare(self, plan: TransferPlan) -> Any:
-        """The plan for kernels where this cache lies: a `PreparedPlan`, or its like on a GPU."""
+    def prepare(self, plan: TransferPlan | PackedPlan) -> Any:
+        """The plan for kernels where this cache lies: a `PreparedPlan`, or its like on a GPU, which may convert."""
         return self._node.kernels.prepare(plan, self.device)
 
     def prepare_packed(self, plan: PackedPlan) -> Any:
@@ -333,13 +364,44 @@ class Cache:
             self._own_joins[name] = shelf.own_join(self, name)
         return self._own_joins[name]
 
-    def _publish(self, promise: Lease | Reservation, record: bytes, *, numbered_here: bool) -> None:
+    def _publish(
+        self,
+        promise: Lease | Reservation,
+        record: bytes,
+        *,
+        numbered_here: bool,
+        write_ready: Callable[[int, int], None] | None = None,
+    ) -> None:
         try:
-            self._node.publish(promise, record)
+            self._node.publish(promise, record, write_ready)
         except KvxferError:
             if numbered_here:  # else the slot is its issuer's, and may hold this very lease
                 self._node.numbers.give_back(promise.ticket.slot, promise.ticket.lease)
             raise
+
+    def _event_on(self, stream: object) -> Event | None:
+        """An event that passes when what is enqueued on the stream now is done."""
+        if stream is None:
+            return None
+        from kvxfer import cuda
+
+        event = cuda.Event(device=self._ordinal())
+        event.record(cuda.stream_address(stream))
+        return event
+
+    def _writer_on(self, stream: object) -> Callable[[int, int], None] | None:
+        """What has the stream write a word of the lease table, given its address and value."""
+        if stream is None:
+            return None
+        from kvxfer import cuda
+
+        device, on = self._ordinal(), cuda.stream_address(stream)
+        return lambda address, value: cuda.write_after(on, address, value, device=device)
+
+    def _ordinal(self) -> int:
+        if self.device == "cpu":
+            raise InvalidRequest("a cache in host memory has no streams: call once its blocks may be used")
+        return int(self.device.removeprefix("cuda:"))
 
     def _check_writable(self) -> None:
         for name, span in self._spans.items():

@@ -43,8 +43,6 @@ class PreparedPlan:
     Keeps the plan and its arrays alive.
     """
 
-    piece_bytes = PIECE_BYTES
-
     def __init__(self, plan: TransferPlan) -> None:
         self.plan = plan
         self._parts = [_prepare(part) for part in plan.parts]
@@ -150,13 +148,16 @@ class Kernels:
         self._max_sms = max_sms
         self._lanes: dict[str, Lanes] = {}
 
-    def prepare(self, plan: TransferPlan, device: str) -> PreparedPlan | CudaPlan:
-        """A plan whose destination, or source where blocks are sent, lies on `device`."""
+    def prepare(self, plan: TransferPlan | PackedPlan, device: str) -> PreparedPlan | CudaPlan:
+        """A plan from blocks to blocks; the destination, or the source where blocks are sent, lies on `device`.
+
+        A `PackedPlan` converts on the way, which only GPUs do.
+        """
         if device == "cpu":
             return PreparedPlan(plan)
         from kvxfer.cuda.mover import CudaPlan
 
-        return CudaPlan(plan, self._lanes_of(device), max_sms=self._max_sms)
+        return CudaPlan(plan, self.lanes(device), max_sms=self._max_sms)
 
     def prepare_packed(self, plan: PackedPlan, device: str) -> PreparedPackedPlan | CudaPackedPlan:
         """A packed plan, one end of which lies on `device`."""
@@ -164,12 +165,25 @@ class Kernels:
             return PreparedPackedPlan(plan)
         from kvxfer.cuda.mover import CudaPackedPlan
 
-        return CudaPackedPlan(plan, self._lanes_of(device), max_sms=self._max_sms)
+        return CudaPackedPlan(plan, self.lanes(device), max_sms=self._max_sms)
 
-    def _lanes_of(self, device: str) -> Lanes:
+    def warm(self, device: str, lanes: int) -> None:
+        """Have what the first transfers of a GPU need: nothing of it may be made while a stream waits for one."""
+        if device != "cpu":
+            self.lanes(device).warm(lanes)
+
+    def close(self) -> None:
+        """No stream waits for a transfer any more; idempotent."""
+        for lanes in self._lanes.values():
+            lanes.gates.close()
+
+    def lanes(self, device: str) -> Lanes:
+        """The lanes of a GPU."""
         from kvxfer.cuda.lanes import Lanes
 
-        return self._lanes.setdefault(device, Lanes(int(device.removeprefix("cuda:"))))
+        if device not in self._lanes:
+            self._lanes.setdefault(device, Lanes(int(device.removeprefix("cuda:"))))
+        return self._lanes[device]
 
 
 def bases(addresses: Sequence[int]) -> np.ndarray:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvxfer import checks, kernels
-from kvxfer.errors import InvalidRequest, InvalidTicket, LeaseTableFull
+from kvxfer.errors import InvalidRequest, InvalidTicket, KvxferError, LeaseTableFull
 from kvxfer.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 ENDED = 1 << 63  # set in a word once its lease has ended
 HEADER_BYTES = 64
-SLOT = np.dtype([("word", "<u8"), ("offset", "<u8"), ("nbytes", "<u8"), ("shelf", "<u8")])
-_SHELF_AT = SLOT.fields["shelf"][1]
+SLOT = np.dtype([(name, "<u8") for name in ("word", "offset", "nbytes", "ready", "shelf")] + [("reserved", "V24")])
 SLOT_BYTES = SLOT.itemsize
 _ALIGNMENT = 64
 
@@ -161,10 +160,17 @@ class LeaseTable:
         self._table = memory[HEADER_BYTES : HEADER_BYTES + slots * SLOT_BYTES].view(SLOT)
         self._arena = _Arena(HEADER_BYTES + slots * SLOT_BYTES, len(memory))
         self._records: dict[int, tuple[int, int, int]] = {}  # slot: lease, offset, bytes
+        self._written_later: dict[int, int] = {}  # slot: the last lease whose ready word a stream writes
         self._lock = threading.Lock()
 
-    def publish(self, slot: int, lease: int, record: bytes) -> None:
-        """Write the record, then the word. Raises InvalidRequest for a slot in use, LeaseTableFull."""
+    def publish(
+        self, slot: int, lease: int, record: bytes, write_ready: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Write the record, then the word. Raises InvalidRequest for a slot in use, LeaseTableFull.
+
+        Readers begin once the slot's ready word holds the lease's number. ``write_ready(address, lease)`` has a stream
+        write it, when the blocks' bytes are there; without it they are there now.
+        """
         if not 0 <= slot < self.slots:
             raise InvalidRequest(f"slot {slot} is not in a lease table of {self.slots}; lease_slots must agree")
         with self._lock:
@@ -178,19 +184,34 @@ class LeaseTable:
                     f"lease slot {slot} is in use by another lease of this process: where another process issues this "
                     "engine's tickets, publish under them (ticket=)"
                 )
+            if not self.settled(slot):
+                raise InvalidRequest(
+                    f"the stream of the last lease in slot {slot} is still at work: keep the slot until it is done"
+                )
             offset = self._arena.take(len(record))
             self._records[slot] = (lease, offset, len(record))
             self._memory[offset : offset + len(record)] = np.frombuffer(record, np.uint8)
             self._table[slot]["offset"] = offset
             self._table[slot]["nbytes"] = len(record)
             self._table[slot]["shelf"] = 0
-            kernels.store_word(self._address + HEADER_BYTES + slot * SLOT_BYTES, lease)
+            ready = self._address_of(slot, "ready")
+            if write_ready is None:
+                kernels.store_word(ready, lease)
+            else:
+                try:
+                    write_ready(ready, lease)
+                except KvxferError:
+                    del self._records[slot]
+                    self._arena.give_back(offset, len(record))
+                    raise
+                self._written_later[slot] = lease
+            kernels.store_word(self._address_of(slot, "word"), lease)
 
     def shelve(self, slot: int, lease: int, offset: int) -> None:
         """Say where in the shelf a live lease lies packed. Does nothing once it has ended."""
         with self._lock:
             if self._records.get(slot, (None,))[0] == lease:
-                kernels.store_word(self._address + HEADER_BYTES + slot * SLOT_BYTES + _SHELF_AT, offset + 1)
+                kernels.store_word(self._address_of(slot, "shelf"), offset + 1)
 
     def end(self, slot: int, lease: int) -> None:
         """Change the word: no read that ends after this is confirmed. Idempotent."""
@@ -198,13 +219,20 @@ class LeaseTable:
             if self._records.get(slot, (None,))[0] != lease:
                 return
             _, offset, nbytes = self._records.pop(slot)
-            kernels.store_word(self._address + HEADER_BYTES + slot * SLOT_BYTES, lease | ENDED)
+            kernels.store_word(self._address_of(slot, "word"), lease | ENDED)
             self._table[slot]["shelf"] = 0
             self._arena.give_back(offset, nbytes)
+
+    def settled(self, slot: int) -> bool:
+        """Whether no stream is going to write the slot's ready word any more: the slot may be used again."""
+        return int(self._table[slot]["ready"]) >= self._written_later.get(slot, 0)
 
     def is_awaited(self, slot: int, lease: int) -> bool:
         """Whether the lease may yet be published: the slot has held only earlier ones."""
         return 0 <= slot < self.slots and int(self._table[slot]["word"]) & ~ENDED < lease
+
+    def _address_of(self, slot: int, field: str) -> int:
+        return self._address + HEADER_BYTES + slot * SLOT_BYTES + SLOT.fields[field][1]
 
 
 class _Arena:

@@ -50,11 +50,13 @@ from kvxfer.transfers.transfer import Transfer
 
 if TYPE_CHECKING:
     from kvxfer.cache import Cache
+    from kvxfer.ticket import Ticket
     from kvxfer.transfers.reserve import Reservation
 
 _log = logging.getLogger(__name__)
 
 _DEAD_POLL_S = 0.25
+_SETTLE_S = 0.01
 _MOST = {
     "lease_slots": 1 << 24,
     "lease_record_bytes": 1 << 40,
@@ -242,6 +244,7 @@ class Node:
                 peer.link.close()
         for backend in self.backends.values():
             backend.close()
+        self.kernels.close()
         self.caches.clear()  # a connector that is kept should not keep the caches' memory
 
     def _close_channel(self) -> None:
@@ -345,7 +348,12 @@ class Node:
 
     # --- leases ---------------------------------------------------------------------------------------------
 
-    def publish(self, promise: Lease | Reservation, record: bytes) -> None:
+    def publish(
+        self,
+        promise: Lease | Reservation,
+        record: bytes,
+        write_ready: Callable[[int, int], None] | None = None,
+    ) -> None:
         """Keep a lease or reservation, then write it into the table for peers to see. Any thread.
 
         In this order, since a peer may be done with it before the call has returned. Raises InvalidTicket,
@@ -356,7 +364,7 @@ class Node:
         with self._lock:
             self.promises.setdefault(ticket.slot, promise)
             try:
-                table.publish(ticket.slot, ticket.lease, record)
+                table.publish(ticket.slot, ticket.lease, record, write_ready)
             except KvxferError:
                 if self.promises[ticket.slot] is promise:
                     del self.promises[ticket.slot]
@@ -380,8 +388,15 @@ class Node:
                 return False
             self.table.end(ticket.slot, ticket.lease)
             del self.promises[ticket.slot]
-        self.numbers.give_back(ticket.slot, ticket.lease)
+        self._give_back_slot(ticket)
         return True
+
+    def _give_back_slot(self, ticket: Ticket) -> None:
+        """Let the slot be used again, once no stream of an earlier publish is going to write into it."""
+        if self.table.settled(ticket.slot):
+            self.numbers.give_back(ticket.slot, ticket.lease)
+        else:
+            self.progress.post(lambda: self.progress.call_later(_SETTLE_S, lambda: self._give_back_slot(ticket)))
 
     def end_lease(self, lease: Lease, state: LeaseState) -> None:
         """Withdraw a lease, then tell whoever waits for its blocks. Any thread; idempotent."""

@@ -9,9 +9,12 @@ namespace {
 using std::size_t;
 using std::uint64_t;
 
+constexpr int kAnyDevice = -1;  // whichever is current
+
 // Runs `call` with the device current and returns its status, or why the device could not be made current.
 template <class Call>
 int on(int device, Call call) {
+  if (device == kAnyDevice) return call();
   const DeviceScope scope(device);
   return scope.status() ? scope.status() : call();
 }
@@ -79,20 +82,23 @@ void bind_memory(nb::module_& m) {
     nb::gil_scoped_release unlocked;  // freeing waits for the device
     return on(device, [&] { return release(address); });
   });
-  m.def("allocate_pinned", [](size_t nbytes) {
+  m.def("allocate_pinned", [](int device, size_t nbytes) {
     uint64_t address = 0;
-    const int status = allocate_pinned(nbytes, address);
+    const int status = on(device, [&] { return allocate_pinned(nbytes, address); });
     return nb::make_tuple(status, address);
   });
   m.def("release_pinned", [](uint64_t address) {
     nb::gil_scoped_release unlocked;
     return release_pinned(address);
   });
-  m.def("pin", [](uint64_t address, size_t nbytes) {
+  m.def("pin", [](int device, uint64_t address, size_t nbytes) {
     nb::gil_scoped_release unlocked;
-    return pin(address, nbytes);
+    return on(device, [&] { return pin(address, nbytes); });
   });
-  m.def("unpin", &unpin);
+  m.def("unpin", [](int device, uint64_t address) {
+    nb::gil_scoped_release unlocked;  // may wait for the device
+    return on(device, [&] { return unpin(address); });
+  });
   m.def("device_address_of_pinned", [](int device, uint64_t host) {
     uint64_t address = 0;
     const int status = on(device, [&] { return device_address_of_pinned(host, address); });

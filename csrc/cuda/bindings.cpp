@@ -4,6 +4,7 @@
 
 NB_MODULE(_cuda, m) {
   kvxfer::cuda::bind_device(m);
+  kvxfer::cuda::bind_sharing(m);
   kvxfer::cuda::bind_move(m);
   kvxfer::cuda::bind_convert(m);
 }

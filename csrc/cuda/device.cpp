@@ -1,52 +1,16 @@
 #include "cuda/device.h"
 
-#include <cuda.h>
-#include <cuda_runtime_api.h>
-
 #include <array>
 #include <atomic>
 #include <cstring>
 #include <vector>
 
+#include "cuda/driver.h"
+
 namespace kvxfer::cuda {
 namespace {
 
 constexpr int kMostDevices = 64;
-
-template <class Pointer>
-Pointer at(std::uint64_t value) {
-  return reinterpret_cast<Pointer>(value);
-}
-
-// The runtime remembers a failed call and would report it at the next launch of anyone: forget it here.
-int checked(cudaError_t status) {
-  if (status != cudaSuccess) cudaGetLastError();
-  return status;
-}
-
-// Driver and runtime number their errors alike.
-int checked(CUresult status) { return static_cast<int>(status); }
-
-template <class Function>
-class DriverFunction {
- public:
-  DriverFunction(const char* name, unsigned version) {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-    status_ = checked(cudaGetDriverEntryPointByVersion(name, &found, version, cudaEnableDefault, &result));
-    if (!status_ && (result != cudaDriverEntryPointSuccess || !found)) status_ = cudaErrorInsufficientDriver;
-    function_ = reinterpret_cast<Function>(found);
-  }
-
-  template <class... Arguments>
-  int operator()(Arguments... arguments) const {
-    return status_ ? status_ : checked(function_(arguments...));
-  }
-
- private:
-  Function function_ = nullptr;
-  int status_ = 0;
-};
 
 int primary_context(int device, CUcontext& context) {
   static const DriverFunction<CUresult (*)(CUdevice*, int)> get_device("cuDeviceGet", 2000);

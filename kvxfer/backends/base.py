@@ -56,7 +56,8 @@ class RemoteRegion:
 
     `mapped_address` is its address in this process, or None; `why_not_mapped` may then say why. `remote_address` is its
     address in the peer's own address space, which is what runs handed to `Link.post` count in. `mapping` keeps the
-    memory mapped: whoever uses the address holds on to the region.
+    memory mapped: whoever uses the address holds on to the region. `device_address` is where this side's GPU reaches
+    host memory, or None where it does not.
     """
 
     nbytes: int
@@ -64,6 +65,7 @@ class RemoteRegion:
     remote_address: int
     mapping: Any = None
     why_not_mapped: str = ""
+    device_address: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 Protocol history:
   1  (2026-11)  first version
+  2  (2026-11)  slots of the lease table have 64 bytes, with words for streams and the shelf, which descriptions name
 
 Imports msgspec, layout and errors.
 """
@@ -15,7 +16,7 @@ import msgspec
 from kvxfer.errors import ProtocolMismatch
 from kvxfer.layout import CacheLayout
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 1 << 20
 
 

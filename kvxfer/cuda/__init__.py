@@ -2,7 +2,8 @@
 
 Importing this package touches no driver and loads no extension; the first call does. Where the extension was not
 built, that call raises MissingExtra; where there is no driver or no GPU, BackendError with CUDA's own name for it.
-Imports NumPy, plan, formats and errors; never torch or CuPy. Addresses, streams and events are plain integers.
+Imports NumPy, plan, formats, errors and the native module; never torch or CuPy. Addresses, streams and events are
+plain integers.
 """
 
 from kvxfer.cuda.digest import checksum, checksum_on_device
@@ -13,6 +14,7 @@ from kvxfer.cuda.runtime import (
     DeviceMemory,
     Event,
     PinnedMemory,
+    PinnedRange,
     Stream,
     address_range,
     can_access_peer,
@@ -28,17 +30,24 @@ from kvxfer.cuda.runtime import (
     event_address,
     export_memory,
     open_memory,
+    pinned_address,
     set_bytes,
     sm_count,
     stream_address,
     wait_for_event,
+    write_after,
 )
+from kvxfer.cuda.virtual_memory import ExportedRange, MappedRange, Piece, is_exportable_by_ipc, is_from_pool
 
 __all__ = [
     "CudaError",
     "DeviceMemory",
     "Event",
+    "ExportedRange",
+    "MappedRange",
+    "Piece",
     "PinnedMemory",
+    "PinnedRange",
     "PreparedCudaPackedPlan",
     "PreparedCudaPlan",
     "Stream",
@@ -58,10 +67,14 @@ __all__ = [
     "enable_peer_access",
     "event_address",
     "export_memory",
+    "is_exportable_by_ipc",
+    "is_from_pool",
     "open_memory",
+    "pinned_address",
     "set_bytes",
     "sm_count",
     "stream_address",
     "wait_for_event",
     "why_unavailable",
+    "write_after",
 ]

@@ -1,23 +1,48 @@
 """Lanes: what one transfer at a time needs on a device, kept and used again.
 
-A lane is a stream, an event, and memory for plan tables and packed chunks that grows and is never given back while the
-lane lives: allocating device memory waits for the device, which a transfer must not do.
+A lane is a stream, a few words in pinned memory, and memory for plan tables and packed chunks that grows and is never
+given back while the lane lives. Freeing memory waits for the device, and a stream of the engine's may in turn be
+waiting for this very transfer (`Transfer.wait_on`): nothing that a transfer does waits for the whole device.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
+import numpy as np
+
+from kvxfer.cuda.gates import Gate, Gates
 from kvxfer.cuda.native import check, native
 from kvxfer.cuda.packed import PreparedCudaPackedPlan
-from kvxfer.cuda.plan import PreparedCudaPlan
-from kvxfer.cuda.runtime import DeviceMemory, Event, PinnedMemory, Stream
+from kvxfer.cuda.plan import PreparedCudaPlan, prepare
+from kvxfer.cuda.runtime import DeviceMemory, PinnedMemory, Stream
+from kvxfer.formats import PackedPlan
+from kvxfer.plan import ROW, PlanPart, Segments, TransferPlan
 
+_SPIN_US = 200  # a small transfer ends within; sleeping costs 50 us and more
+_GLANCE_US = 2
 _POLL_S = 20e-6
+_CHECK_EVERY = 64  # sleeps between two looks for an error of the device
 _LEAST_BYTES = 1 << 20
+_IN_PLACE_COPIES = 1024  # tables of up to as many copies are read from pinned memory, without being copied first
+_PRIORITY = -1  # before the engine's kernels: a lane takes few multiprocessors and somebody waits for it
+
+_DONE, _FLAG, _SEEN = 0, 16, 32  # offsets of a lane's words
+_WORDS_BYTES = 64
+
+
+@dataclass
+class Ending:
+    """What a device does after the last byte of a transfer, on the transfer's stream."""
+
+    lease_word: int = 0  # where the device reads the lease's word, or 0
+    gate: Gate | None = None  # what it opens
+    seen: int | None = None  # afterwards: the value of the lease's word; None where it was not read
 
 
 class Lane:
@@ -25,27 +50,50 @@ class Lane:
 
     def __init__(self, device: int) -> None:
         self.device = device
-        self.stream = Stream(device=device)
-        self._event = Event(device=device)
+        self._stream = Stream(device=device, priority=_PRIORITY)
+        self._words = PinnedMemory(_WORDS_BYTES, device=device)
+        self._words.array[:] = 0
+        self._said = 0  # the value of the done word when everything enqueued so far is done
+        self._idle = True
         self._tables: DeviceMemory | None = None
         self._pinned: PinnedMemory | None = None
         self._scratch: DeviceMemory | None = None
-        self._flag: PinnedMemory | None = None
+        self._outgrown: list[DeviceMemory | PinnedMemory] = []
+
+    @property
+    def queue(self) -> int:
+        """The stream, for something to be enqueued on it: `finish` then waits for that."""
+        self._idle = False
+        return self._stream.address
 
     def upload(self, prepared: PreparedCudaPlan | PreparedCudaPackedPlan) -> None:
-        """Enqueue a plan's tables into this lane's memory; an earlier plan's are gone."""
-        nbytes = prepared.table_bytes
-        self._tables = self._grown(self._tables, nbytes)
-        if self._pinned is None or self._pinned.nbytes < nbytes:
-            self._pinned = PinnedMemory(max(_LEAST_BYTES, 2 * nbytes))
-        prepared.upload(stream=self.stream.address, memory=self._tables.address, pinned=self._pinned.array)
+        """Enqueue a plan's tables into this lane's memory; an earlier plan's are gone.
 
-    def cleared_flag(self) -> PinnedMemory:
-        """A word that kernels set and the host reads after `finish`, now 0."""
-        if self._flag is None:
-            self._flag = PinnedMemory(16)
-        self._flag.array[:] = 0
-        return self._flag
+        Small ones stay in pinned memory, where kernels read them.
+        """
+        nbytes = prepared.table_bytes
+        if self._pinned is None or self._pinned.nbytes < nbytes:
+            self._retire(self._pinned)
+            self._pinned = PinnedMemory(max(_LEAST_BYTES, 2 * nbytes), device=self.device)
+        memory = self._pinned.address
+        if _copies_of(prepared.plan) > _IN_PLACE_COPIES:
+            self._tables = self._grown(self._tables, nbytes)
+            memory = self._tables.address
+        prepared.upload(stream=self.queue, memory=memory, pinned=self._pinned.array)
+
+    def reserve(self) -> None:
+        """Have memory for the tables and chunks of ordinary transfers."""
+        self._pinned = self._pinned or PinnedMemory(_LEAST_BYTES, device=self.device)
+        self._tables = self._grown(self._tables, _LEAST_BYTES)
+
+    def cleared_flag(self) -> int:
+        """Address of a 32-bit word that kernels set, now 0."""
+        ctypes.c_uint32.from_address(self._words.address + _FLAG).value = 0
+        return self._words.address + _FLAG
+
+    def flag_is_set(self) -> bool:
+        """Whether a kernel has set it. After `finish`."""
+        return ctypes.c_uint32.from_address(self._words.address + _FLAG).value != 0
 
     def scratch(self, nbytes: int) -> int:
         """Address of device memory for one packed chunk."""
@@ -54,31 +102,69 @@ class Lane:
 
     def wait_for(self, event: int) -> None:
         """Let what is enqueued from now on wait for an event, given as CUDA's handle; the host does not wait."""
-        check(native().wait_for_event(self.device, self.stream.address, event), "letting a stream wait for an event")
+        check(native().wait_for_event(self.device, self.queue, event), "letting a stream wait for an event")
 
-    def finish(self) -> None:
-        """Wait until everything enqueued is done. Sleeps rather than spins, and holds no lock."""
-        self._event.record(self.stream.address)
-        while not self._event.done():
-            time.sleep(_POLL_S)
+    def finish(self, ending: Ending | None = None) -> None:
+        """Wait until everything enqueued is done; holds no lock. With `ending`, the device sees to that first.
+
+        Spins for a moment, then sleeps.
+        """
+        if self._idle and ending is None:
+            return
+        self._report(ending)
+        words, looks = self._words.address, 0
+        if not native().await_word(words + _DONE, self._said, _SPIN_US):
+            while not native().await_word(words + _DONE, self._said, _GLANCE_US):
+                looks += 1
+                if looks % _CHECK_EVERY == 0:
+                    check(native().stream_error(self.device, self._stream.address), "moving blocks")
+                time.sleep(_POLL_S)
+        self._idle = True
+        if ending is not None and ending.lease_word:
+            ending.seen = ctypes.c_uint64.from_address(words + _SEEN).value
+
+    def _report(self, ending: Ending | None) -> None:
+        ending = ending or Ending()
+        words, gate = self._words.address, ending.gate
+        self._said = (self._said + 1) & 0xFFFFFFFF
+        status = native().report(
+            self.device,
+            self._stream.address,
+            ending.lease_word,
+            words + _SEEN,
+            gate.address if gate else 0,
+            gate.value if gate else 0,
+            words + _DONE,
+            self._said,
+        )
+        check(status, "launching the end of a transfer")
 
     def _grown(self, memory: DeviceMemory | None, nbytes: int) -> DeviceMemory:
         if memory is None or memory.nbytes < nbytes:
+            self._retire(memory)
             return DeviceMemory(max(_LEAST_BYTES, 2 * nbytes), device=self.device)
         return memory
 
+    def _retire(self, memory: DeviceMemory | PinnedMemory | None) -> None:
+        if memory is not None:
+            self._outgrown.append(memory)
+
 
 class Lanes:
-    """The lanes of one device: as many as there are transfers at once. Thread-safe."""
+    """The lanes of one device: as many as there are transfers at once; and its gates. Thread-safe."""
 
     def __init__(self, device: int) -> None:
         self.device = device
+        self.gates = Gates(device)
         self._free: list[Lane] = []
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def lane(self) -> Iterator[Lane]:
-        """A lane for the length of a ``with`` block, at the end of which all its work is done."""
+        """A lane for the length of a ``with`` block, at the end of which all its work is done.
+
+        A lane whose device has failed is not used again.
+        """
         with self._lock:
             lane = self._free.pop() if self._free else None
         lane = lane or Lane(self.device)
@@ -88,3 +174,36 @@ class Lanes:
             lane.finish()
             with self._lock:
                 self._free.append(lane)
+
+    def warm(self, lanes: int) -> None:
+        """Make lanes, and load the kernels that copy, so that the first transfers need not. May wait for the device."""
+        check(native().load_report_kernel(self.device), f"loading a kernel onto device {self.device}")
+        for part in _one_of_each_width():
+            check(part.load_kernels(self.device), f"loading kernels onto device {self.device}")
+        self.gates.give_back(_opened(self.gates.take()))
+        for _ in range(lanes - len(self._free)):
+            lane = Lane(self.device)
+            lane.reserve()
+            with self._lock:
+                self._free.append(lane)
+
+
+def _copies_of(plan: TransferPlan | PackedPlan) -> int:
+    """Rows x segments."""
+    plan = getattr(plan, "raw", None) or plan
+    return sum(len(part.rows) * len(part) for part in plan.parts)
+
+
+def _opened(gate: Gate) -> Gate:
+    gate.open()
+    return gate
+
+
+def _one_of_each_width() -> Iterable[object]:
+    """Parts of one row, for which the kernels load and store 16, 8, 4, 2 and 1 bytes at a time."""
+    zero, bases = np.zeros(1, np.int32), np.array([4096], np.uint64)
+    for width in (16, 8, 4, 2, 1):
+        rows = np.zeros(1, ROW)
+        rows["heads"] = rows["channels"] = 1
+        rows["unit_bytes"] = rows["src_block_stride"] = rows["dst_block_stride"] = width
+        yield prepare(PlanPart(rows=rows, segments=Segments(src_block=zero, dst_block=zero)), bases, bases)

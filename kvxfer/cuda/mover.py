@@ -1,13 +1,17 @@
-"""Plans carried out on a GPU with the calls of `kernels.PreparedPlan`: each returns when its last byte is written.
+"""Plans carried out on a GPU, by mover threads: each call returns when its last byte is written.
 
-A mover thread makes the calls, so waiting here holds up nobody; the wait sleeps and the GIL is free.
+Waiting here holds up nobody, and the GIL is free. `CudaPlan` moves blocks to blocks, of caches of one format or of two;
+`CudaPackedPlan` moves blocks to and from packed bytes in host memory, which is asynchronous where that memory is
+pinned. Each mover thread has a lane of its own, so one chunk is packed while another one crosses to the host.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
-from kvxfer.cuda.lanes import Lane, Lanes
+from kvxfer.cuda.lanes import Ending, Lane, Lanes
 from kvxfer.cuda.packed import PreparedCudaPackedPlan
 from kvxfer.cuda.plan import PreparedCudaPlan
 from kvxfer.cuda.runtime import copy_bytes
@@ -19,40 +23,49 @@ PIECE_BYTES = 1 << 30  # what one launch carries out: a few milliseconds of the 
 
 
 class CudaPlan:
-    """A plan for blocks in the memory of one GPU, and of peers that it reaches."""
+    """A plan for blocks in the memory of one GPU, and of peers that it reaches.
 
-    piece_bytes = PIECE_BYTES
+    With a `PackedPlan` blocks are converted from the source cache's format to the destination's on the way, by one
+    kernel, and nothing takes the wire's form.
+    """
 
-    def __init__(self, plan: TransferPlan, lanes: Lanes, *, max_sms: int) -> None:
+    def __init__(self, plan: TransferPlan | PackedPlan, lanes: Lanes, *, max_sms: int) -> None:
         self.plan = plan
         self._lanes, self._max_sms = lanes, max_sms
 
-    def copy(
-        self, chunk: Chunk, src_bases: np.ndarray, dst_bases: np.ndarray, *, threads: int = 1, after: int = 0
-    ) -> None:
-        """Blocks to blocks. `threads` is for host memory only; `after` is a CUDA event to wait for first, or 0."""
-        with self._lanes.lane() as lane:
-            prepared = self._prepare(lane, src_bases, dst_bases)
-            if after:
-                lane.wait_for(after)
-            prepared.copy(chunk, stream=lane.stream.address, max_sms=self._max_sms)
+    def carry_out(
+        self,
+        src_bases: np.ndarray,
+        dst_bases: np.ndarray,
+        *,
+        go_on: Callable[[], bool],
+        moved: Callable[[int], None],
+        after: Sequence[int] = (),
+        ending: Ending | None = None,
+    ) -> bool:
+        """Blocks to blocks, once the events `after` (CUDA's handles) have passed on the device.
 
-    def gather(self, chunk: Chunk, src_bases: np.ndarray, wire: int, *, threads: int = 1) -> None:
-        """Blocks to the packed buffer in host memory at address `wire`."""
+        Between pieces it asks `go_on` and tells `moved` the bytes of each. After the last piece the device does what
+        `ending` says. False when it was not to go on: then nothing of `ending` was done.
+        """
+        chunks = list(self.plan.chunks(PIECE_BYTES))
         with self._lanes.lane() as lane:
-            prepared, scratch = self._prepare(lane, src_bases, None), lane.scratch(chunk.wire_bytes)
-            prepared.gather(chunk, scratch, stream=lane.stream.address, max_sms=self._max_sms)
-            copy_bytes(wire, scratch, chunk.wire_bytes, device=lane.device, stream=lane.stream.address)
+            prepared = self._prepare(lane, src_bases, dst_bases) if chunks else None
+            for event in after:
+                lane.wait_for(event)
+            for chunk in chunks:
+                if not go_on():
+                    return False
+                prepared.copy(chunk, stream=lane.queue, max_sms=self._max_sms)
+                lane.finish(ending if chunk is chunks[-1] else None)
+                moved(chunk.wire_bytes)
+            if not chunks:
+                lane.finish(ending)
+        return True
 
-    def scatter(self, chunk: Chunk, wire: int, dst_bases: np.ndarray, *, threads: int = 1) -> None:
-        """The packed buffer in host memory at address `wire` to blocks."""
-        with self._lanes.lane() as lane:
-            prepared, scratch = self._prepare(lane, None, dst_bases), lane.scratch(chunk.wire_bytes)
-            copy_bytes(scratch, wire, chunk.wire_bytes, device=lane.device, stream=lane.stream.address)
-            prepared.scatter(chunk, scratch, stream=lane.stream.address, max_sms=self._max_sms)
-
-    def _prepare(self, lane: Lane, src: np.ndarray | None, dst: np.ndarray | None) -> PreparedCudaPlan:
-        prepared = PreparedCudaPlan(self.plan, device=lane.device, src_bases=src, dst_bases=dst)
+    def _prepare(self, lane: Lane, src: np.ndarray, dst: np.ndarray) -> PreparedCudaPlan | PreparedCudaPackedPlan:
+        kind = PreparedCudaPackedPlan if isinstance(self.plan, PackedPlan) else PreparedCudaPlan
+        prepared = kind(self.plan, device=lane.device, src_bases=src, dst_bases=dst)
         lane.upload(prepared)
         return prepared
 
@@ -72,10 +85,10 @@ class CudaPackedPlan:
         with self._lanes.lane() as lane:
             prepared, scratch = self._prepare(lane, src_bases, None), lane.scratch(chunk.wire_bytes)
             flag = lane.cleared_flag()
-            prepared.pack(chunk, scratch, stream=lane.stream.address, max_sms=self._max_sms, nonfinite=flag.address)
-            copy_bytes(wire, scratch, chunk.wire_bytes, device=lane.device, stream=lane.stream.address)
+            prepared.pack(chunk, scratch, stream=lane.queue, max_sms=self._max_sms, nonfinite=flag)
+            copy_bytes(wire, scratch, chunk.wire_bytes, device=lane.device, stream=lane.queue)
             lane.finish()
-            if check and flag.array[:4].any():
+            if check and lane.flag_is_set():
                 raise NonFiniteValue(
                     f"wire format {self.plan.wire} packs finite values only, and this chunk holds NaN or infinity; "
                     "send this cache with wire='raw', or switch the check off to let them saturate"
@@ -85,8 +98,8 @@ class CudaPackedPlan:
         """The packed bytes at address `wire` to destination blocks."""
         with self._lanes.lane() as lane:
             prepared, scratch = self._prepare(lane, None, dst_bases), lane.scratch(chunk.wire_bytes)
-            copy_bytes(scratch, wire, chunk.wire_bytes, device=lane.device, stream=lane.stream.address)
-            prepared.unpack(chunk, scratch, stream=lane.stream.address, max_sms=self._max_sms)
+            copy_bytes(scratch, wire, chunk.wire_bytes, device=lane.device, stream=lane.queue)
+            prepared.unpack(chunk, scratch, stream=lane.queue, max_sms=self._max_sms)
 
     def _prepare(self, lane: Lane, src: np.ndarray | None, dst: np.ndarray | None) -> PreparedCudaPackedPlan:
         prepared = PreparedCudaPackedPlan(self.plan, device=lane.device, src_bases=src, dst_bases=dst)

@@ -72,7 +72,8 @@ class PreparedCudaPackedPlan:
             part.fill(host.ctypes.data + offset)
             part.bind(memory + offset)
         self._host = host
-        copy_bytes(memory, host.ctypes.data, self.table_bytes, device=self.device, stream=stream)
+        if memory != host.ctypes.data:  # else kernels read the tables in pinned memory
+            copy_bytes(memory, host.ctypes.data, self.table_bytes, device=self.device, stream=stream)
 
     def pack(self, chunk: Chunk, wire: int, *, stream: int, max_sms: int = 0, nonfinite: int = 0) -> None:
         """Source blocks to the packed bytes at address `wire`, on 16 bytes, with room for ``chunk.wire_bytes``.

@@ -69,7 +69,8 @@ class PreparedCudaPlan:
             part.fill(host.ctypes.data + offset)
             part.bind(memory + offset)
         self._host = host
-        copy_bytes(memory, host.ctypes.data, self.table_bytes, device=self.device, stream=stream)
+        if memory != host.ctypes.data:  # else kernels read the tables in pinned memory
+            copy_bytes(memory, host.ctypes.data, self.table_bytes, device=self.device, stream=stream)
 
     def copy(self, chunk: Chunk, *, stream: int, max_sms: int = 0, variant: int = DEFAULT_VARIANT) -> None:
         """Blocks to blocks, on at most `max_sms` multiprocessors (0: all). Enqueues and returns.

@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from kvxfer import _native
 from kvxfer.cuda.native import CudaError, check, native, value
 from kvxfer.errors import InvalidRequest
 
 IPC_HANDLE_BYTES = 64
+ANY_DEVICE = -1
 
 
 def device_count() -> int:
@@ -143,12 +145,15 @@ class DeviceMemory(_Owned):
 
 
 class PinnedMemory(_Owned):
-    """Page-locked host memory that every device reaches at the same address. `array` is it as uint8."""
+    """Page-locked host memory that every device reaches at the same address. `array` is it as uint8.
 
-    def __init__(self, nbytes: int) -> None:
+    `device` is the one whose context allocates it: by default the current one, which CUDA then starts to use.
+    """
+
+    def __init__(self, nbytes: int, *, device: int = ANY_DEVICE) -> None:
         self.nbytes = nbytes
         address = value(
-            native().allocate_pinned(max(nbytes, 1)), f"allocating {nbytes} bytes of pinned memory"
+            native().allocate_pinned(device, max(nbytes, 1)), f"allocating {nbytes} bytes of pinned memory"
         )
         super().__init__(address, native().release_pinned, address, what="freeing pinned memory")
 
@@ -159,6 +164,24 @@ class PinnedMemory(_Owned):
 
         pointer = ctypes.cast(self.address, ctypes.POINTER(ctypes.c_uint8))
         return np.ctypeslib.as_array(pointer, (self.nbytes,))
+
+
+class PinnedRange(_Owned):
+    """Host memory that exists already, page-locked: copies of it are asynchronous, and every device reaches it.
+
+    `device_address` is where. The memory must stay mapped until it is closed.
+    """
+
+    def __init__(self, address: int, nbytes: int, *, device: int) -> None:
+        self.nbytes = nbytes
+        check(native().pin(device, address, nbytes), f"pinning {nbytes} bytes of host memory")
+        super().__init__(address, native().unpin, device, address, what="unpinning host memory")
+        self.device_address = pinned_address(address, device=device)
+
+
+def pinned_address(host: int, *, device: int) -> int:
+    """Where `device` reaches a byte of pinned host memory. Raises CudaError where the memory is not pinned."""
+    return value(native().device_address_of_pinned(device, host), "asking for the address of pinned memory")
 
 
 def copy_bytes(dst: int, src: int, nbytes: int, *, device: int, stream: int) -> None:
@@ -223,6 +246,19 @@ class Stream(_Owned):
             native().wait_for_event(self.device, self.address, event.address),
             "letting a stream wait for an event",
         )
+
+
+def write_after(stream: int, address: int, word: int, *, device: int) -> None:
+    """Let a stream write a 64-bit word of host memory once everything enqueued on it is done and visible.
+
+    Where the memory is not pinned, or the driver cannot, this waits for the stream on the host and writes then.
+    """
+    try:
+        at = pinned_address(address, device=device)
+        check(native().stream_write_word(device, stream, at, word), "letting a stream write a word")
+    except CudaError:
+        check(native().synchronise_stream(device, stream), "waiting for a stream")
+        _native.store_word(address, word)
 
 
 class Event(_Owned):

@@ -97,7 +97,17 @@ class RemoteTable:
 
         Everything that was copied before the call was leased when the answer is True. Raises LeaseExpired.
         """
-        word = self._word(ticket.slot)
+        return self.judge(self._word(ticket.slot), ticket)
+
+    def device_word(self, ticket: Ticket) -> int:
+        """The address at which this side's GPU reads the lease's word, or 0 where it cannot."""
+        at = HEADER_BYTES + ticket.slot * SLOT_BYTES
+        if self._region.device_address is None or at + SLOT_BYTES > self._region.nbytes:
+            return 0
+        return self._region.device_address + at
+
+    def judge(self, word: int, ticket: Ticket) -> bool:
+        """What a word that was read says of the ticket's lease, as `word_state` does."""
         if word == ticket.lease:
             return True
         if word & ~ENDED < ticket.lease:
@@ -108,10 +118,15 @@ class RemoteTable:
         )
 
     def published(self, ticket: Ticket) -> Published | None:
-        """What the lease says, or None when it is not published yet. Raises LeaseExpired, BackendError."""
+        """What the lease says, or None when it, or the blocks' bytes, are not there yet.
+
+        Raises LeaseExpired, BackendError.
+        """
         if not self.word_state(ticket):
             return None
         row = np.frombuffer(self._read(HEADER_BYTES + ticket.slot * SLOT_BYTES, SLOT_BYTES), SLOT)[0]
+        if int(row["ready"]) < ticket.lease:
+            return None
         offset, nbytes = int(row["offset"]), int(row["nbytes"])
         if nbytes == ticket.record_bytes and offset + nbytes <= self._region.nbytes:
             record = Record.decode(self._read(offset, nbytes), ticket.digest)
@@ -201,6 +216,7 @@ class Peer:
                 conversation.peer_gone(reason)
             except KvxferError:
                 _log.exception("while ending the conversations with %s", self.identity.name)
+        self.caches, self.joins = {}, {}  # what no transfer uses any more is unmapped
 
     def is_dead(self) -> bool:
         """Whether the peer's process is known to have ended."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from kvxfer.errors import (
     PeerGone,
     UnknownCache,
 )
-from kvxfer.formats import PackedJoin, join_packed
+from kvxfer.formats import PackedJoin, PackedPlan, join_packed
 from kvxfer.kernels import PIECE_BYTES, PreparedPackedPlan, PreparedPlan
 from kvxfer.node import Node, new_transfer_id
 from kvxfer.peers.directory import Engine
@@ -35,18 +36,21 @@ from kvxfer.plan import TransferPlan, check_blocks
 from kvxfer.ticket import Ticket
 from kvxfer.transfers import moves
 from kvxfer.transfers.choice import Choice
-from kvxfer.transfers.match import check_fingerprints, choose_way, copies_of
+from kvxfer.transfers.match import check_fingerprints, choose_way, copies_of, why_not_mapped
 from kvxfer.transfers.pull import PullLeg
 from kvxfer.transfers.shelf import ShelfLeg, Shelved, look_on_shelf, unpack_mapped
 from kvxfer.transfers.transfer import Transfer
 
 if TYPE_CHECKING:
     from kvxfer.cache import Cache
+    from kvxfer.cuda import Event
+    from kvxfer.cuda.lanes import Ending
 
 _log = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 0.0005
 _LAST_RETRY_S = 0.01
+_RETRY_SHARE = 0.125  # of the time waited so far: looking again costs little, and adds little to a long wait
 ANNOUNCEMENT_S = 1.0  # how long after its ticket a peer's newly registered cache may become known here
 
 
@@ -68,6 +72,7 @@ class Leg:
     plan: PreparedPlan | PreparedPackedPlan
     choice: Choice
     shelved: Shelved | None  # where its bytes lie packed ahead
+    ending: Ending | None  # of the mapped way on a GPU: the verdict that the device has read
 
     @property
     def way(self) -> str:
@@ -88,17 +93,22 @@ class Fetch(Transfer):
         wire: str,
         timeout_s: float,
         allow_missing: bool,
+        after: Event | None = None,
     ) -> None:
-        super().__init__(node.progress, timeout_s=timeout_s, what=f"fetch of request {ticket.request_id!r}")
+        """`after`: nothing is written before this event has passed."""
+        super().__init__(
+            node.progress, timeout_s=timeout_s, what=f"fetch of request {ticket.request_id!r}", gates=cache.gates
+        )
         self._node, self._cache = node, cache
         self._ticket, self._dst_lists = ticket, dst_lists
         self._wire = wire
         self.allow_missing = allow_missing
-        self._retry_s = _FIRST_RETRY_S
         self._engine: Engine | None = None
         self._legs: list[Leg] = []
         self._pulls: list[PullLeg | ShelfLeg] = []
         self._moving = 0
+        self._after = after
+        self.on_end(self._let_go)
 
     def start(self) -> None:
         """Queue the first attempt. Any thread."""
@@ -129,11 +139,21 @@ class Fetch(Transfer):
                 self._try_again("the lease to be published")
                 return
             legs.append(leg)
+        if any(leg.way == "packed" for leg in legs) and not self._passed(self._after):
+            return
         if not self.begin():
             return
         self._legs = legs
         self._count(legs)
         self._move()
+
+    def _passed(self, event: Event | None) -> bool:
+        """Wait on the host until an event has passed; False when the transfer ended before."""
+        while event is not None and not event.done():
+            if self.done():
+                return False
+            time.sleep(_FIRST_RETRY_S)
+        return True
 
     def _prepare(self, source: Source) -> Leg | None:
         """Read the lease's record from one rank and plan; None when the lease has not been published yet."""
@@ -148,17 +168,26 @@ class Fetch(Transfer):
         lists = check_blocks(source.cache.layout, published.record.lists(), tokens=ticket.tokens, role="source")
 
         @functools.cache
-        def plain() -> TransferPlan:
-            return source.join.plain.plan_checked(lists, self._dst_lists, tokens=ticket.tokens)
+        def plain() -> TransferPlan | PackedPlan:
+            make = source.join.plan if source.join.plain is None else source.join.plain.plan_checked
+            return make(lists, self._dst_lists, tokens=ticket.tokens)
 
         choice = choose_way(self._cache, source.cache, source.join, self._node, source.peer.costs, plain)
         if choice.way == "packed":
             counts = {name: len(ids) for name, ids in lists.items()}
             plan = self._cache.prepare_packed(source.join.plan(counts, self._dst_lists, tokens=ticket.tokens))
             shelved = look_on_shelf(self._node, self._cache, source, plan.plan, ticket, counts, published)
-        else:
-            plan, shelved = self._cache.prepare(plain()), None
-        return Leg(source, plan, choice, shelved)
+            return Leg(source, plan, choice, shelved, None)
+        plan = self._cache.prepare(plain())
+        return Leg(source, plan, choice, None, self._ending(source) if choice.way == "mapped" else None)
+
+    def _ending(self, source: Source) -> Ending | None:
+        """What the GPU does after the last byte; None for a cache in host memory."""
+        if self.gate is None:
+            return None
+        from kvxfer.cuda.lanes import Ending
+
+        return Ending(lease_word=source.peer.table.device_word(self._ticket))
 
     def _try_again(self, what: str, error: KvxferError | None = None, engine: Engine | None = None) -> None:
         """Attempt again a little later. With an engine: it is asked what it has, and `error` ends a long wait."""
@@ -168,16 +197,18 @@ class Fetch(Transfer):
             self._node.directory.ask_again(engine)
         self.waits_for(what)
         self.arm()
-        delay, self._retry_s = self._retry_s, min(2 * self._retry_s, _LAST_RETRY_S)
+        delay = min(max(_FIRST_RETRY_S, _RETRY_SHARE * self.elapsed_s), _LAST_RETRY_S)
         self._node.progress.post(lambda: self._node.progress.call_later(delay, self.start))
 
     def _count(self, legs: list[Leg]) -> None:
         plans = [leg.plan.plan for leg in legs]
+        not_mapped = {why_not_mapped(self._cache, leg.source.cache, self._node) for leg in legs if leg.way != "mapped"}
         asked = any(leg.way == "packed" and leg.shelved is None for leg in legs)
         self.count(
             backend="+".join(sorted({leg.source.peer.backend for leg in legs})),
             way="+".join(sorted({leg.way for leg in legs})),
             choice="; ".join(leg.choice.why for leg in legs if leg.choice.why),
+            why_not_mapped="; ".join(sorted(not_mapped - {""})),
             packed_ahead=any(leg.shelved for leg in legs),
             wire=self._wire,
             bytes=sum(plan.nbytes for plan in plans),
@@ -211,6 +242,8 @@ class Fetch(Transfer):
                 self.drop()
             if moved:
                 self.leg_moved()
+        elif self.done():
+            self._let_go()
 
     def _pull(self, leg: Leg) -> PullLeg | ShelfLeg:
         if leg.shelved is None:
@@ -221,8 +254,18 @@ class Fetch(Transfer):
     def _move_here(self, leg: Leg) -> bool:
         if leg.shelved is not None:
             return unpack_mapped(self._node, self, leg.plan, leg.shelved, self._cache.bases)
-        threads = self._node.limits.copy_threads
-        return moves.move_mapped(leg.plan, leg.source.cache.mapped_bases, self._cache.bases, self, threads=threads)
+        after = () if self._after is None else (self._after.address,)
+        if leg.ending is not None and len(self._legs) == 1:
+            leg.ending.gate = self.gate
+        return moves.move_mapped(
+            leg.plan,
+            leg.source.cache.mapped_bases,
+            self._cache.bases,
+            self,
+            threads=self._node.limits.copy_threads,
+            after=after,
+            ending=leg.ending,
+        )
 
     def _move_direct(self, leg: Leg) -> None:
         if not self.hold():
@@ -261,6 +304,8 @@ class Fetch(Transfer):
         with self._ended:
             self._moving -= 1
             last = self._moving == 0
+        if last:
+            self.open_gate()
         if last and self._node.progress.is_current and not self._confirms_at_once:
             self._node.pool.submit(lambda: self.attempt(self._confirm))
         elif last:
@@ -272,11 +317,21 @@ class Fetch(Transfer):
         return all(leg.source.peer.table.is_mapped for leg in self._legs)
 
     def _confirm(self) -> None:
+        engine = self._engine
         for leg in self._legs:
-            if not leg.source.peer.table.word_state(self._ticket):
+            table, ending = leg.source.peer.table, leg.ending
+            if ending is not None and ending.seen is not None:  # read on the device, right after the last byte
+                live = table.judge(ending.seen, self._ticket)
+            else:
+                live = table.word_state(self._ticket)
+            if not live:
                 raise BackendError(f"the lease table of {leg.source.peer.identity.name} went back in time")
         if self.succeed():
-            release(self._node, self._engine, self._ticket)
+            release(self._node, engine, self._ticket)
+
+    def _let_go(self) -> None:
+        """The transfer has ended: what it used of its peers may be unmapped, even if the engine keeps the handle."""
+        self._engine, self._legs, self._after = None, [], None
 
     def _stop_pulls(self) -> None:
         for pull in self._pulls:

@@ -37,11 +37,15 @@ def check_fingerprints(cache: Cache, remote: RemoteCache, ticket: Ticket) -> Non
 def best_way(cache: Cache, remote: RemoteCache, joined: PackedJoin, node: Node) -> str:
     """The best way that this side allows.
 
-    What is converted or compressed goes packed, and so does what lies in host memory on one side and in a GPU's on the
-    other. Raises NoCommonBackend.
+    What is compressed goes packed, and so does what lies in host memory on one side and in a GPU's on the other. A GPU
+    converts between cache formats on the mapped way. Raises NoCommonBackend.
     """
-    if joined.plain is not None and cache.device.split(":")[0] == remote.device:
+    together = cache.device.split(":")[0] == remote.device
+    if joined.plain is not None and together:
         return remote.best_way(node.ways)
+    ways = [way for way in node.ways if way != "direct" and not remote.ways[way]]
+    if together and remote.device == "cuda" and joined.wire.lossless and ways:
+        return ways[0]
     if "packed" in node.ways:
         return remote.best_way(("packed",))
     if joined.plain is not None:
@@ -68,6 +72,15 @@ def choose_way(
     if way != "direct" or "packed" not in node.ways or costs is None:
         return Choice(way, "")
     return choose(costs, plain())
+
+
+def why_not_mapped(cache: Cache, remote: RemoteCache, node: Node) -> str:
+    """For the statistics of a packed transfer: why the peer's memory was not reached directly."""
+    if "mapped" not in node.ways:
+        return ""
+    if cache.device.split(":")[0] != remote.device:
+        return f"one cache lies in {cache.device} memory, the other in {remote.device}"
+    return remote.ways["mapped"]
 
 
 def copies_of(plan: TransferPlan | PackedPlan) -> int:

@@ -9,7 +9,7 @@ Imports kernels, plan, backends/base, transfer, node (for its threads).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +20,7 @@ from kvxfer.kernels import PIECE_BYTES, PreparedPlan
 from kvxfer.transfers.transfer import Transfer
 
 if TYPE_CHECKING:
+    from kvxfer.cuda.lanes import Ending
     from kvxfer.cuda.mover import CudaPlan
     from kvxfer.node import Node
 
@@ -31,17 +32,24 @@ def move_mapped(
     transfer: Transfer,
     *,
     threads: int,
-    after: int = 0,
+    after: Sequence[int] = (),
+    ending: Ending | None = None,
 ) -> bool:
     """Copy blocks to blocks by a kernel. False when the transfer was told to stop before the end.
 
-    `threads` counts for host memory, `after` (a CUDA event) for a GPU's.
+    `threads` counts for host memory; `after` (CUDA events to wait for) and `ending` (what the device does after the
+    last byte) for a GPU's.
     """
-    options = {"after": after} if after else {}
-    for chunk in plan.plan.chunks(plan.piece_bytes):
-        if transfer.stopping or transfer.done():
+
+    def go_on() -> bool:
+        return not (transfer.stopping or transfer.done())
+
+    if not isinstance(plan, PreparedPlan):
+        return plan.carry_out(src_bases, dst_bases, go_on=go_on, moved=transfer.advance, after=after, ending=ending)
+    for chunk in plan.plan.chunks(PIECE_BYTES):
+        if not go_on():
             return False
-        plan.copy(chunk, src_bases, dst_bases, threads=threads, **options)
+        plan.copy(chunk, src_bases, dst_bases, threads=threads)
         transfer.advance(chunk.wire_bytes)
     return True
 

@@ -37,7 +37,12 @@ class Reservation(Transfer):
     """
 
     def __init__(self, node: Node, cache: Cache, ticket: Ticket, dst_lists: dict[str, np.ndarray]) -> None:
-        super().__init__(node.progress, timeout_s=ticket.ttl_s, what=f"reservation of request {ticket.request_id!r}")
+        super().__init__(
+            node.progress,
+            timeout_s=ticket.ttl_s,
+            what=f"reservation of request {ticket.request_id!r}",
+            gates=cache.gates,
+        )
         self.ticket = ticket
         self.cache = cache
         self.claimed = False

@@ -35,7 +35,7 @@ from kvxfer.errors import (
     as_kvxfer_error,
     rebuild,
 )
-from kvxfer.formats import join_packed
+from kvxfer.formats import PackedPlan, join_packed
 from kvxfer.kernels import PreparedPackedPlan, PreparedPlan
 from kvxfer.node import Node, new_transfer_id
 from kvxfer.peers.directory import Engine
@@ -44,12 +44,13 @@ from kvxfer.plan import TransferPlan, check_blocks
 from kvxfer.ticket import Ticket
 from kvxfer.transfers import moves
 from kvxfer.transfers.fetch import ANNOUNCEMENT_S
-from kvxfer.transfers.match import check_fingerprints, choose_way, copies_of, packed_stages
+from kvxfer.transfers.match import check_fingerprints, choose_way, copies_of, packed_stages, why_not_mapped
 from kvxfer.transfers.packed import PackedSource
 from kvxfer.transfers.transfer import Transfer
 
 if TYPE_CHECKING:
     from kvxfer.cache import Cache
+    from kvxfer.cuda import Event
 
 _log = logging.getLogger(__name__)
 
@@ -74,8 +75,12 @@ class Send(Transfer):
         wire: str,
         timeout_s: float,
         allow_missing: bool,
+        after: Event | None = None,
     ) -> None:
-        super().__init__(node.progress, timeout_s=timeout_s, what=f"send of request {ticket.request_id!r}")
+        """`after`: the blocks are read once this event has passed; with `layerwise` each layer has its own."""
+        super().__init__(
+            node.progress, timeout_s=timeout_s, what=f"send of request {ticket.request_id!r}", gates=cache.gates
+        )
         self._node, self._cache = node, cache
         self._ticket, self._src_lists = ticket, src_lists
         self._layerwise, self._wire, self._allow_missing = layerwise, wire, allow_missing
@@ -83,6 +88,8 @@ class Send(Transfer):
         self._ready: set[int] = set() if layerwise else {0}
         self._reported: dict[str, object] = {}
         self._events: dict[int, tuple[int, object]] = {}  # by stage: CUDA's handle and the object
+        if after is not None:
+            self._events[0] = after.address, after
         self._stages: list[PreparedPlan] | list[PreparedPackedPlan] = []
         self._stages_left = 0
         self._id = new_transfer_id()
@@ -155,8 +162,9 @@ class Send(Transfer):
         layers, tokens = self._layers if self._layerwise else (None,), ticket.tokens
 
         @functools.cache
-        def plain(layer: str | None) -> TransferPlan:
-            return joined.plain.plan_checked(self._src_lists, dst_lists, tokens=tokens, layer=layer)
+        def plain(layer: str | None) -> TransferPlan | PackedPlan:
+            make = joined.plan if joined.plain is None else joined.plain.plan_checked
+            return make(self._src_lists, dst_lists, tokens=tokens, layer=layer)
 
         choice = choose_way(self._cache, remote, joined, self._node, peer.costs, lambda: plain(layers[0]))
         way = choice.way
@@ -172,6 +180,7 @@ class Send(Transfer):
             backend=peer.backend,
             way=way,
             choice=choice.why,
+            why_not_mapped="" if way == "mapped" else why_not_mapped(self._cache, remote, self._node),
             wire=self._wire,
             bytes=sum(plan.nbytes for plan in plans),
             wire_bytes=sum(plan.wire_bytes if way == "packed" else plan.nbytes for plan in plans),
@@ -318,7 +327,7 @@ class Send(Transfer):
             return
         moved, failure = False, None
         try:
-            threads, after = self._node.limits.copy_threads, self._events.get(stage, (0, None))[0]
+            threads, after = self._node.limits.copy_threads, [self._events[stage][0]] if stage in self._events else []
             moved = moves.move_mapped(plan, src, remote.mapped_bases, self, threads=threads, after=after)
         except Exception as error:
             failure = as_kvxfer_error(error)
@@ -347,6 +356,7 @@ class Send(Transfer):
 
     def _announce_failure(self) -> None:
         """The transfer has ended, and so drained: if it ended badly, the receiver must know that nobody writes."""
+        self._remote = None  # what it used of the peer may be unmapped, even if the engine keeps the handle
         if self._peer is not None:
             error = self.error
             self._node.progress.post(lambda: self._say_end(error) if error else None)

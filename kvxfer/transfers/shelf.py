@@ -16,6 +16,7 @@ import collections
 import ctypes
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -38,11 +39,13 @@ from kvxfer.transfers.transfer import Transfer
 
 if TYPE_CHECKING:
     from kvxfer.cache import Cache
+    from kvxfer.cuda import Event
     from kvxfer.transfers.fetch import Source
 
 _log = logging.getLogger(__name__)
 
 HEADER_BYTES = 128
+_POLL_S = 0.0005
 _MAGIC = b"KVXSHELF"
 
 
@@ -54,22 +57,34 @@ def own_join(cache: Cache, wire: str) -> PackedJoin:
 # --- the publisher's end ------------------------------------------------------------------------------------
 
 
-def pack_ahead(node: Node, cache: Cache, lease: Lease, joined: PackedJoin) -> None:
-    """Begin to pack a lease that has just been published, where the shelf has room. Any thread."""
+def pack_ahead(node: Node, cache: Cache, lease: Lease, joined: PackedJoin, after: Event | None) -> None:
+    """Begin to pack a lease that has just been published, where the shelf has room. Any thread.
+
+    `after`: the blocks hold their bytes once this event has passed.
+    """
     counts = {name: len(ids) for name, ids in lease.lists.items()}
     prepared = cache.prepare_packed(joined.plan(lease.lists, counts, tokens=lease.ticket.tokens))
     loan = node.shelf.borrow_now(HEADER_BYTES + prepared.plan.wire_bytes)
     if loan is None:
         node.packed_ahead["no room"] += 1
     else:
-        _Ahead(node, cache, lease, prepared, loan)
+        _Ahead(node, cache, lease, prepared, loan, after)
 
 
 class _Ahead:
     """One lease being packed: the loan goes back once the lease has ended and nobody packs into it."""
 
-    def __init__(self, node: Node, cache: Cache, lease: Lease, prepared: PreparedPackedPlan, loan: Loan) -> None:
+    def __init__(
+        self,
+        node: Node,
+        cache: Cache,
+        lease: Lease,
+        prepared: PreparedPackedPlan,
+        loan: Loan,
+        after: Event | None,
+    ) -> None:
         self._node, self._cache, self._lease, self._prepared = node, cache, lease, prepared
+        self._after = after
         self._loan: Loan | None = loan
         self._users = 2  # the lease and the packing
         self._lock = threading.Lock()
@@ -79,6 +94,8 @@ class _Ahead:
     def _pack(self) -> None:
         start = self._node.shelf.memory.address + self._loan.offset
         try:
+            while self._after is not None and not self._after.done() and self._lease.state is LeaseState.LIVE:
+                time.sleep(_POLL_S)
             address = start + HEADER_BYTES
             for chunk in self._prepared.plan.chunks(PIECE_BYTES):
                 if self._lease.state is not LeaseState.LIVE:

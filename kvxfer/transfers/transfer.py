@@ -15,11 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvxfer import checks
 from kvxfer.errors import Cancelled, Closed, DeadlineExceeded, InvalidRequest, KvxferError, as_kvxfer_error
 from kvxfer.progress import Job, ProgressThread
+
+if TYPE_CHECKING:
+    from kvxfer.cuda.gates import Gate, Gates
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +58,7 @@ class TransferStats:
     backend: str = ""
     way: str = ""  # mapped, direct or packed
     choice: str = ""  # why that way, where two were weighed
+    why_not_mapped: str = ""  # why the mapped way was not taken, where it was allowed
     wire: str = "raw"
     bytes: int = 0
     wire_bytes: int = 0
@@ -79,7 +83,8 @@ class Transfer:
     them short, and hand real work to a thread of your own.
     """
 
-    def __init__(self, progress: ProgressThread, *, timeout_s: float, what: str) -> None:
+    def __init__(self, progress: ProgressThread, *, timeout_s: float, what: str, gates: Gates | None = None) -> None:
+        """`gates` are those of the GPU where the cache lies."""
         checks.seconds("timeout_s", timeout_s)
         self._progress = progress
         self._what = what
@@ -99,6 +104,8 @@ class Transfer:
         self._moved_bytes = 0
         self._started = time.monotonic()
         self._stop_call: Callable[[], None] = lambda: None
+        self._gates = gates
+        self._gate: Gate | None = gates.take() if gates is not None else None  # open once the bytes are in place
 
     # --- what a user calls ----------------------------------------------------------------------------------
 
@@ -199,8 +206,25 @@ class Transfer:
         return self.result()
 
     def wait_on(self, stream: object) -> None:
-        """Make a CUDA stream wait for the transfer. Host caches have none: InvalidRequest."""
-        raise InvalidRequest("wait_on needs a cache in GPU memory; for a cache in host memory use wait()")
+        """Let a CUDA stream wait until the bytes are in place; the host does not wait. May be called before anything
+        has moved, and for several streams.
+
+        `stream` is an integer, or a stream of torch, CuPy or cuda.core, on the cache's GPU; it must not be captured
+        into a graph. The stream goes on when the last byte is written, and also when the transfer ends badly, at its
+        deadline at the latest: what is enqueued behind the wait then reads undefined bytes. So this orders bytes and
+        says nothing of success. Look at `done()` and `result()` before anything computed from the blocks leaves the
+        engine.
+
+        Until then, don't free or allocate GPU memory in ways that wait for the whole device. Raises InvalidRequest for
+        a cache in host memory.
+        """
+        if self._gates is None:
+            raise InvalidRequest("wait_on needs a cache in GPU memory; for a cache in host memory use wait()")
+        self.arm()
+        with self._ended:
+            if self._gate is not None:  # else it has ended
+                self._gates.open_by(self._gate, self._started + self._timeout_s + _DRAIN_S)
+                self._gate.hold(stream)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._what}: {self._state.value}>"
@@ -301,6 +325,17 @@ class Transfer:
         with self._ended:
             self._stats = replace(self._stats, **changes)
 
+    @property
+    def gate(self) -> Gate | None:
+        """What a device may open when the last byte is written; None without a GPU, and once the transfer has ended."""
+        return self._gate
+
+    def open_gate(self) -> None:
+        """Every byte is in place: let streams pass that wait for it. The verdict may still be to come."""
+        with self._ended:
+            if self._gate is not None:
+                self._gate.open()
+
     def succeed(self) -> bool:
         """From moving to done. False when it was aborted before."""
         with self._ended:
@@ -347,7 +382,11 @@ class Transfer:
             self._stats = replace(self._stats, seconds=time.monotonic() - self._started)
 
     def _announce(self) -> None:
+        self.open_gate()
         with self._ended:
+            if self._gate is not None and self._state in ENDED:  # nobody opens it any more
+                self._gates.give_back(self._gate)
+                self._gate = None
             callbacks, self._callbacks = self._callbacks, []
             endings, self._endings = self._endings, []
             self._ended.notify_all()

@@ -23,7 +23,13 @@ from .peer import SECRET, Peer, make_arrays, placed
 OWN = {
     "shm": (("mapped", "shared"), ("direct", "private"), ("packed", "private"), ("packed", "shared")),
     "nixl": (("direct", "private"), ("packed", "private"), ("packed", "shared")),
-    "cuda_ipc": (("mapped", "gpu"), ("packed", "gpu"), ("mapped", "shared"), ("packed", "private")),
+    "cuda_ipc": (
+        ("mapped", "gpu"),
+        ("mapped", "vmm"),
+        ("packed", "gpu"),
+        ("mapped", "shared"),
+        ("packed", "private"),
+    ),
 }
 
 

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import secrets
 import signal
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,7 +23,11 @@ TIMEOUT_S = 30.0
 
 
 def make_arrays(layout: CacheLayout, memory: str, seed: int | None) -> dict[str, np.ndarray]:
-    """Byte arrays for every region: random with a seed, else zero. `memory` is shared, private or gpu."""
+    """Byte arrays for every region: random with a seed, else zero.
+
+    `memory` is shared, private, gpu (of CuPy's pool), vmm (allocations mapped in a row), or expandable (segments of
+    torch).
+    """
     arrays = {}
     for index, region in enumerate(layout.regions):
         values = np.zeros(region.nbytes, np.uint8)
@@ -35,6 +40,13 @@ def make_arrays(layout: CacheLayout, memory: str, seed: int | None) -> dict[str,
 def _put(values: np.ndarray, memory: str) -> Any:
     if memory == "gpu":
         return importlib.import_module("cupy").asarray(values)
+    if memory == "vmm":
+        from tests.gpu.memory import VirtualMemory
+
+        return VirtualMemory(values.nbytes).holding(values)
+    if memory == "expandable":  # the environment has asked for them before torch was loaded
+        torch = importlib.import_module("torch")
+        return importlib.import_module("cupy").asarray(torch.from_numpy(values).cuda())
     if memory == "shared":
         shared = kvxfer.shared_empty(len(values))
         shared[:] = values
@@ -49,7 +61,8 @@ def read(arrays: dict[str, Any]) -> dict[str, np.ndarray]:
 
 def placed(layout: CacheLayout, memory: str) -> CacheLayout:
     """The layout with its regions where `memory` says."""
-    device = f"cuda:{importlib.import_module('cupy').cuda.runtime.getDevice()}" if memory == "gpu" else "cpu"
+    on_gpu = memory in ("gpu", "vmm", "expandable")
+    device = f"cuda:{importlib.import_module('cupy').cuda.runtime.getDevice()}" if on_gpu else "cpu"
     regions = tuple(msgspec.structs.replace(region, device=device) for region in layout.regions)
     return msgspec.structs.replace(layout, regions=regions)
 
@@ -120,6 +133,36 @@ class _Servant:
         lease = self.caches[cache].publish(blocks, **options)
         self.leases[bytes(lease.ticket)] = lease
         return bytes(lease.ticket)
+
+    def publish_later(
+        self, cache: str, blocks: dict[str, list[int]], rounds: int, value: int, **options: Any
+    ) -> tuple[bytes, float]:
+        """Publish blocks that a busy stream fills with a value later; returns the seconds that the call took, too."""
+        from tests.gpu.memory import BusyStream
+
+        self.busy = BusyStream()
+        self.busy.work(rounds)
+        for array in self.arrays[cache].values():
+            self.busy.fill(array, value)
+        begin = time.monotonic()
+        ticket = self.publish(cache, blocks, stream=self.busy.stream, **options)
+        return ticket, time.monotonic() - begin
+
+    def send_later(
+        self, cache: str, ticket: bytes, blocks: dict[str, list[int]], rounds: int, value: int, **options: Any
+    ) -> int:
+        """Send blocks that a busy stream fills with a value first, and overwrites once they are sent."""
+        from tests.gpu.memory import BusyStream
+
+        self.busy = BusyStream()
+        self.busy.work(rounds)
+        for array in self.arrays[cache].values():
+            self.busy.fill(array, value)
+        key = self.send(cache, ticket, blocks, stream=self.busy.stream, **options)
+        self.transfers[key].wait_on(self.busy.stream)
+        for array in self.arrays[cache].values():
+            self.busy.fill(array, 255)
+        return key
 
     def lease_state(self, ticket: bytes, wait_s: float = 0.0) -> str:
         self.leases[ticket].released.wait(wait_s)

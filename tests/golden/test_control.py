@@ -32,11 +32,12 @@ _IDENTITY = m.Identity(
 _REGION = m.RegionHandles(nbytes=64, handles={"shm": b"\x01\x02"})
 _OFFER = m.PackedOffer(staging=_REGION, offset=4096, slot_bytes=1024, slots=3, wire="raw", checksums=False)
 MESSAGES = {
-    "hello": m.Hello(protocol=1, nonce=bytes(16), identity=_IDENTITY),
-    "welcome": m.Welcome(protocol=1, nonce=bytes(16), session=bytes(range(16)), identity=_IDENTITY),
+    "hello": m.Hello(protocol=2, nonce=bytes(16), identity=_IDENTITY),
+    "welcome": m.Welcome(protocol=2, nonce=bytes(16), session=bytes(range(16)), identity=_IDENTITY),
     "description": m.Description(
         backends={"shm": b"\x07"},
         lease_table=_REGION,
+        shelf=_REGION,
         caches=(m.CacheInfo(name="kv", layout=_LAYOUT, regions=(_REGION,)),),
         reply=True,
     ),

@@ -2,7 +2,7 @@
 # Installs the package into a folder and runs the conformance suite and the benchmark of the GPU backend: two
 # processes, each of which sees one GPU (two where there are two). Logs and JSON go to $OUT (default: build/gpu).
 #
-#   STEPS=bench  the benchmark only
+#   STEPS="suite ipc bench"  which of them: conformance suite, tests between processes, benchmark
 #   WHEELS=...   folder of wheels to install first, for a machine without a package index
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -18,6 +18,13 @@ cp -r tests benchmarks examples pyproject.toml "$TARGET" && cd "$TARGET" || exit
 {
   nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
   python3 -c 'from kvxfer.cli import main; raise SystemExit(main(["doctor"]))' | sed -n '/^backends/,/^$/p'
-  [ "${STEPS:-all}" = bench ] || timeout 300 python3 -m pytest -q --maxfail 6 tests/backends --kvxfer-backend cuda_ipc -p no:cacheprovider
-  timeout 120 python3 benchmarks/bench_cuda_ipc.py --json "$OUT/cuda_ipc.json"
+  for name in ${STEPS:-ipc suite bench}; do
+    case $name in
+      # The nearest thing to the hardware first, so that a failure there explains those that follow.
+      ipc) timeout 280 python3 -m pytest -v --durations 5 tests/gpu/test_cuda_words.py tests/gpu/test_cuda_ipc.py -p no:cacheprovider ;;
+      suite) timeout 400 python3 -m pytest -q --maxfail 6 tests/backends --kvxfer-backend cuda_ipc -p no:cacheprovider ;;
+      bench) timeout 120 python3 benchmarks/bench_cuda_ipc.py --json "$OUT/cuda_ipc.json" ;;
+      *) echo "unknown step $name" ;;
+    esac
+  done
 } 2>&1 | tee "$OUT/cuda_ipc_logs.txt" | tail -n 120

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvxfer import errors
+from kvxfer import errors, kernels
 from kvxfer.lease import ENDED, HEADER_BYTES, SLOT, SLOT_BYTES, LeaseTable, SlotNumbers, table_bytes
 from kvxfer.ticket import Record, digest
 
@@ -76,3 +76,34 @@ def test_slot_numbers_are_bounded_and_come_back_once() -> None:
     numbers.give_back(slot_a, lease_a)
     numbers.give_back(slot_a, lease_a)
     assert numbers.in_use == 1 and numbers.take()[0] == slot_a
+
+
+def test_a_stream_may_say_later_that_the_blocks_are_ready() -> None:
+    table, memory = make()
+    table.publish(0, 5, b"record")
+    assert int(slot_of(memory, 0)["ready"]) == 5
+    written: list[tuple[int, int]] = []
+    table.publish(1, 6, b"record", lambda address, lease: written.append((address, lease)))
+    [(address, lease)] = written
+    assert lease == 6 and int(slot_of(memory, 1)["word"]) == 6 and int(slot_of(memory, 1)["ready"]) == 0
+    table.end(1, 6)
+    assert not table.settled(1)
+    with pytest.raises(errors.InvalidRequest, match="still at work"):  # its late write would undo the next one's
+        table.publish(1, 7, b"record")
+    assert address == memory.ctypes.data + HEADER_BYTES + SLOT_BYTES + 24
+    kernels.store_word(address, lease)
+    assert table.settled(1)
+    table.publish(1, 7, b"record")
+    assert int(slot_of(memory, 1)["ready"]) == 7
+
+
+def test_a_stream_that_takes_no_more_work_publishes_nothing() -> None:
+    table, memory = make(slots=1, record_bytes=64)
+
+    def fail(address: int, lease: int) -> None:
+        raise errors.BackendError("a broken stream")
+
+    with pytest.raises(errors.BackendError, match="broken"):
+        table.publish(0, 5, bytes(64), fail)
+    assert int(slot_of(memory, 0)["word"]) == 0
+    table.publish(0, 5, bytes(64))

@@ -10,6 +10,7 @@ import pytest
 from kvxfer import errors
 from kvxfer.progress import ProgressThread
 from kvxfer.transfers.transfer import ENDED, TRANSITIONS, Transfer, TransferState
+from tests.processes import until
 
 S = TransferState
 
@@ -141,3 +142,70 @@ def test_results_of_what_is_under_way_are_refused(progress: ProgressThread) -> N
         in_state(progress, S.POSTED).wait_on(None)
     with pytest.raises(errors.InvalidRequest, match="timeout_s"):
         Transfer(progress, timeout_s=0, what="a test")
+
+
+class Gates:
+    """The gates of a device, as far as a transfer uses them: one gate, and what happened to it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def take(self) -> Gates:
+        self.calls.append("take")
+        return self
+
+    def open(self) -> None:
+        self.calls.append("open")
+
+    def open_by(self, gate: Gates, deadline: float) -> None:
+        assert gate is self
+
+    def hold(self, stream: object) -> None:
+        self.calls.append(f"hold {stream}")
+
+    def give_back(self, gate: Gates) -> None:
+        assert gate is self and "open" in self.calls
+        self.calls.append("give back")
+
+
+@pytest.mark.parametrize("end", ["succeed", "cancel", "deadline", "bytes in place", "drained"])
+def test_a_gate_opens_at_every_end_and_is_given_back_once(progress: ProgressThread, end: str) -> None:
+    gates = Gates()
+    transfer = Transfer(progress, timeout_s=0.05 if end == "deadline" else 30, what="a test", gates=gates)
+    transfer.wait_on(7)
+    assert gates.calls == ["take", "hold 7"]
+    if end in ("succeed", "bytes in place", "drained"):
+        assert transfer.begin() and transfer.hold()
+    if end == "bytes in place":
+        transfer.open_gate()
+        assert gates.calls[2:] == ["open"] and not transfer.done()
+    if end == "drained":
+        transfer.cancel()
+        assert "open" not in gates.calls  # somebody writes: who waits would read what is just being written
+    if end in ("succeed", "bytes in place"):
+        assert transfer.succeed()
+    if end in ("succeed", "bytes in place", "drained"):
+        transfer.drop()
+    elif end == "cancel":
+        transfer.cancel()
+    else:
+        until(lambda: "give back" in gates.calls)  # nobody waits and nobody polls
+    transfer.wait_on(8)  # it has ended: nothing to wait for
+    transfer.cancel()
+    assert gates.calls[-1] == "give back" and gates.calls.count("give back") == 1 and "hold 8" not in gates.calls
+
+
+def test_an_abandoned_transfer_opens_its_gate_and_keeps_it_until_it_has_drained(progress: ProgressThread) -> None:
+    gates = Gates()
+    transfer = Transfer(progress, timeout_s=30, what="a test", gates=gates)
+    assert transfer.begin() and transfer.hold()
+    transfer.cancel()
+    transfer.abandon()
+    assert gates.calls == ["take", "open"]
+    transfer.drop()
+    assert gates.calls[-1] == "give back"
+
+
+def test_host_caches_have_no_streams(progress: ProgressThread) -> None:
+    with pytest.raises(errors.InvalidRequest, match="GPU"):
+        Transfer(progress, timeout_s=30, what="a test").wait_on(7)
