@@ -56,7 +56,7 @@ def cuda_copy() -> str:
     ceilings = {r["way"]: r["gb_s"] for r in results if r["what"] == "ceiling: one piece"}
     sections = []
     for way, title in (("push", "into the peer (push)"), ("pull", "out of the peer (pull)"), ("local", "within a GPU")):
-        rows = [r for r in results if r["what"] == "copy" and r["way"] == way and r["variant"] == VARIANT]
+        rows = [r for r in results if r["what"] == "copy" and r["way"] == way and r.get("variant", VARIANT) == VARIANT]
         cells = {(r["piece"], r["max_sms"]): r["gb_s"] for r in rows}
         pieces = sorted({r["piece"] for r in rows})
         body = [[f"{piece:,} B"] + [f"{cells[piece, sms]:.0f}" for sms in SMS] for piece in pieces]

@@ -26,7 +26,7 @@ struct MoveRange {
 
 // What one launch does, passed to the kernel by value: several parts, each shared out over all warps, so that the small
 // groups of a cache cost no launch of their own.
-constexpr std::uint32_t kMostMoves = 8;
+constexpr std::uint32_t kMostMoves = 16;
 struct Moves {
   PartTables tables[kMostMoves];
   Work work[kMostMoves];

@@ -35,7 +35,8 @@ class PreparedTables:
         Launches on another stream must wait for this one. `memory` is the address of at least `table_bytes`
         of device memory on 16 bytes, which the caller keeps until the last launch is done; without it, it is
         allocated here. `pinned` is a uint8 array in pinned host memory that the tables pass through, so that
-        the call does not wait; it must stay as it is until the stream has passed the copy.
+        the call does not wait; it must stay as it is until the stream has passed the copy. Where `memory` is
+        the address of `pinned`, kernels read the tables there and nothing is copied.
         """
         if memory % _TABLE_ALIGNMENT:
             raise InvalidRequest(f"memory for tables starts on {_TABLE_ALIGNMENT} bytes, got {memory:#x}")
@@ -53,7 +54,8 @@ class PreparedTables:
             part.bind(memory + offset)
             offset += part.table_bytes
         self._host = host
-        copy_bytes(memory, start, self.table_bytes, device=self.device, stream=stream)
+        if memory != start:  # else kernels read the tables in pinned memory
+            copy_bytes(memory, start, self.table_bytes, device=self.device, stream=stream)
 
     def close(self) -> None:
         """Free the tables, if they were allocated here. Waits for the device."""
