@@ -5,7 +5,7 @@ built, that call raises MissingExtra; where there is no driver or no GPU, Backen
 Imports NumPy, plan, formats and errors; never torch or CuPy. Addresses, streams and events are plain integers.
 """
 
-from kvxfer.cuda.digest import checksum, checksum_on_device
+from kvxfer.cuda.digest import checksum_on_device
 from kvxfer.cuda.native import CudaError, available, why_unavailable
 from kvxfer.cuda.packed import PreparedCudaPackedPlan
 from kvxfer.cuda.plan import PreparedCudaPlan
@@ -45,7 +45,6 @@ __all__ = [
     "address_range",
     "available",
     "can_access_peer",
-    "checksum",
     "checksum_on_device",
     "close_memory",
     "compute_capability",

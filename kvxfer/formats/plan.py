@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 
 from kvxfer.errors import LayoutMismatch
+from kvxfer.formats.checksums import Checksum
 from kvxfer.formats.header import ChunkHeader
 from kvxfer.formats.rows import PACKED_ROW, PackedRow, Scales, packed_rows
 from kvxfer.formats.wire import WireFormat, parse
@@ -106,7 +107,7 @@ class PackedPlan:
                 yield Chunk(part=number, first=first, count=last - first, wire_bytes=size)
                 first = last
 
-    def header(self, index: int, chunk: Chunk, checksum: int | None = None) -> ChunkHeader:
+    def header(self, index: int, chunk: Chunk, checksum: Checksum | None = None) -> ChunkHeader:
         """The header of the chunk that stands at `index` in `chunks`."""
         return ChunkHeader(
             wire=self.wire,
