@@ -188,7 +188,8 @@ def _where(environment: dict) -> str:
 
 
 def main() -> None:
-    for name, make in (("gpu", gpu), ("shm", shm), ("cuda-copy", cuda_copy), ("cuda-formats", cuda_formats), ("cuda-ipc", cuda_ipc)):
+    made = {"gpu": gpu, "shm": shm, "cuda-copy": cuda_copy, "cuda-formats": cuda_formats, "cuda-ipc": cuda_ipc}
+    for name, make in made.items():
         tables.replace(PAGE, name, make())
 
 
