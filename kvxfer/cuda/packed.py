@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -60,14 +61,17 @@ class PreparedCudaPackedPlan(PreparedTables):
         self._need(self._sides[1], "dst_bases, or without the destination's block ids, and cannot unpack")
         self._launch(native().SCATTER, chunk, wire, stream, max_sms, 0)
 
-    def copy(self, chunk: Chunk, *, stream: int, max_sms: int = 0, nonfinite: int = 0) -> None:
+    def copy(
+        self, chunks: Chunk | Sequence[Chunk], *, stream: int, max_sms: int = 0, nonfinite: int = 0
+    ) -> None:
         """Source blocks to destination blocks, converted from one cache format to the other.
 
         Nothing takes the wire's form in between: equal to `pack` and `unpack` where the wire carries what the
         source or the destination stores, and more exact where it would carry less than both.
         """
         self._need(all(self._sides), "src_bases and dst_bases, or without the block ids of both, and cannot copy")
-        self._launch(native().COPY, chunk, 0, stream, max_sms, nonfinite)
+        for chunk in [chunks] if isinstance(chunks, Chunk) else chunks:
+            self._launch(native().COPY, chunk, 0, stream, max_sms, nonfinite)
 
     # The names of `PreparedCudaPlan`, so that either can be carried out by the same caller.
     gather = pack

@@ -2,7 +2,7 @@
 # Builds the package for this machine's GPUs and runs everything that needs one: tests, the backend's conformance suite,
 # benchmarks, compute-sanitizer. Run from the repository. Writes logs and JSON to $OUT (default: build/gpu).
 #
-#   STEPS="..."     of: tests formats peer backend bench bench_copy bench_formats sanitizer sanitizer_formats
+#   STEPS="..."     of: tests formats peer ipc backend bench bench_copy bench_formats sanitizer sanitizer_formats
 #   BENCH="..."     arguments of benchmarks/bench_gpu.py, say --steps fetch,latency
 #   OUT=...         where results go
 #   TARGET=...      where the package is put together (default: a fresh folder)
@@ -14,7 +14,7 @@ cd "$(dirname "$0")/../.."
 export OUT=${OUT:-$PWD/build/gpu} PYTHONUNBUFFERED=1
 TARGET=${TARGET:-$(mktemp -d)}
 ARCHS=${ARCHS:-90-real}
-STEPS=${STEPS:-tests formats peer backend bench}
+STEPS=${STEPS:-tests formats peer ipc backend bench}
 PYTHON=${PYTHON:-python3}
 LOGS="$TARGET/.logs"
 mkdir -p "$OUT" "$LOGS"
@@ -36,6 +36,10 @@ tests() {  # name, seconds, arguments of pytest...
   shift 2
   step "$name" "$limit" "$PYTHON" -m pytest -q -x --timeout 60 -p no:cacheprovider "$@"
   tail -n 1 "$LOGS/$name.log"
+}
+
+one_gpu() {  # a command that sees one GPU and starts processes that see the other, where there is one
+  CUDA_VISIBLE_DEVICES=0 KVXFER_PEER_GPU=$((gpus > 1 ? 1 : 0)) "$@"
 }
 
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader || exit 1
@@ -73,13 +77,14 @@ for name in $STEPS; do
   case $name in
     tests)
       tests tests 240 -m "not multi_gpu" tests/gpu \
-        --ignore tests/gpu/test_cuda_formats.py --ignore tests/gpu/test_cuda_formats_mapping.py
+        --ignore tests/gpu/test_cuda_formats.py --ignore tests/gpu/test_cuda_formats_mapping.py \
+        --ignore tests/gpu/test_cuda_ipc.py
       ;;
     formats) tests formats 280 tests/gpu/test_cuda_formats.py ;;
-    peer) tests peer 180 -m multi_gpu tests/gpu ;;
+    peer) tests peer 180 tests/gpu/test_cuda_peer.py tests/gpu/test_cuda_formats_peer.py ;;
+    ipc) one_gpu tests ipc 280 tests/gpu/test_cuda_ipc.py ;;
     backend)
-      export KVXFER_PEER_GPU=$((gpus > 1 ? 1 : 0))
-      CUDA_VISIBLE_DEVICES=0 tests backend 300 tests/backends --kvxfer-backend cuda_ipc
+      one_gpu tests backend 300 tests/backends --kvxfer-backend cuda_ipc
       ;;
     bench)
       # shellcheck disable=SC2086
