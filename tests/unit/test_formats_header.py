@@ -96,6 +96,16 @@ def test_mix64_is_what_the_reference_says(nbytes):
         assert formats.checksum(payload, ChecksumKind.MIX64).value == mix64_reference(payload)
 
 
+@pytest.mark.parametrize("kind", ChecksumKind)
+def test_checksums_tell_damage(kind):
+    if kind is ChecksumKind.XXH3:
+        pytest.importorskip("xxhash")
+    data = bytes(range(250)) * 4
+    swapped = data[8:9] + data[1:8] + data[:1] + data[9:]
+    damaged = (data, swapped, data[:-1], data + b"\0")
+    assert len({formats.checksum(payload, kind).value for payload in damaged}) == len(damaged)
+
+
 def test_a_checksum_needs_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(MissingExtra, match=r"kvxfer\[checksum\]"):
