@@ -18,15 +18,12 @@ import numpy as np
 from timing import Timing, environment, measure, save
 
 from kvxfer import cuda
-from kvxfer.cuda.native import native
 from kvxfer.layout import CacheLayout
 from kvxfer.plan import ROW, PlanPart, Segments, TransferPlan, join
 
 PIECES = (512, 1024, 2048, 4096, 16384, 65536, 262144)
 SM_LIMITS = (4, 8, 16, 32, 64, 132)
-VARIANTS = ("512x8", "1024x4", "768x8", "ring")
 WAYS = {"local": (0, 0, 0), "push": (0, 1, 0), "pull": (0, 1, 1)}  # device of source, destination, kernel
-MOST_COPIES = 16384  # of the ways that cost a host call or a descriptor a piece
 
 
 @dataclass
@@ -170,15 +167,10 @@ class Bench:
             stream.synchronise()
             chunks = list(plan.chunks(1 << 62))
             for limit in limits:
-                for number, variant in enumerate(VARIANTS):
-                    timing = self.timed(
-                        lambda limit=limit, number=number: [
-                            prepared.copy(chunk, stream=stream.address, max_sms=limit, variant=number)
-                            for chunk in chunks
-                        ],
-                        runs_on,
-                    )
-                    self.add(what, plan.nbytes, timing, way=way, max_sms=limit, variant=variant, **more)
+                timing = self.timed(
+                    lambda limit=limit: prepared.copy(chunks, stream=stream.address, max_sms=limit), runs_on
+                )
+                self.add(what, plan.nbytes, timing, way=way, max_sms=limit, **more)
 
     def _packing(self, plan: TransferPlan, piece: int) -> None:
         """Gather into and scatter from a packed buffer, within a GPU."""
@@ -192,15 +184,13 @@ class Bench:
                 stream.synchronise()
                 launch = getattr(prepared, direction)
                 for limit in (16, 132):
-                    for number, variant in enumerate(VARIANTS):
-                        timing = self.timed(
-                            lambda limit=limit, number=number, launch=launch, wire=wire: launch(
-                                chunk, wire, stream=stream.address, max_sms=limit, variant=number
-                            ),
-                            0,
-                        )
-                        more = {"way": "local", "max_sms": limit, "variant": variant, "piece": piece}
-                        self.add(direction, plan.nbytes, timing, **more)
+                    timing = self.timed(
+                        lambda limit=limit, launch=launch, wire=wire: launch(
+                            chunk, wire, stream=stream.address, max_sms=limit
+                        ),
+                        0,
+                    )
+                    self.add(direction, plan.nbytes, timing, way="local", max_sms=limit, piece=piece)
 
     def small(self) -> None:
         """Small transfers of 4 KiB pieces, all multiprocessors: what a launch costs."""
@@ -249,7 +239,7 @@ class Bench:
             | {f"{k}_us": float(np.median(v)) * 1e6 for k, v in steps.items()}
         )
 
-    # --- ceilings and peers ---------------------------------------------------------------------------------
+    # --- ceilings ---------------------------------------------------------------------------------
 
     def ceilings(self) -> None:
         """The same bytes in one piece, by the copy engine or what the runtime chooses."""
@@ -265,88 +255,19 @@ class Bench:
 
             self.add("ceiling: one piece", self.total, self.timed(one_piece, runs_on), way=way)
 
-    def batches(self) -> None:
-        """cudaMemcpyBatchAsync, a descriptor a piece."""
-        for piece in (4096, 65536):
-            count = min(MOST_COPIES, self.total // piece)
-            plan = scattered(piece, count * piece, self.pools.nbytes)
-            segments = plan.parts[0].segments
-            for way, (src, dst, runs_on) in self.ways.items():
-                stream = self.clocks[runs_on].stream.address
-                lists = [
-                    np.uint64(self.pools.address(side, device)) + ids.astype(np.uint64) * np.uint64(piece)
-                    for side, device, ids in (
-                        ("dst", dst, segments.dst_block),
-                        ("src", src, segments.src_block),
-                    )
-                ]
-                sizes = np.full(count, piece, np.uint64)
-                try:
-                    timing = self.timed(
-                        lambda lists=lists, sizes=sizes, runs_on=runs_on, stream=stream: (
-                            cuda.copy_bytes_batch(*lists, sizes, device=runs_on, stream=stream)
-                        ),
-                        runs_on,
-                    )
-                except cuda.CudaError as error:
-                    self.results.append({"what": "peer: cudaMemcpyBatchAsync", "skipped": str(error)})
-                    return
-                self.add("peer: cudaMemcpyBatchAsync", count * piece, timing, way=way, piece=piece)
-
-    def torch_peer(self) -> None:
-        """index_select, copy to the other GPU, index_copy_."""
-        try:
-            import torch
-        except ImportError:
-            self.results.append({"what": "peer: torch index_select", "skipped": "torch is not installed"})
-            return
-        total = self.total // 2
-        for way, (src, dst, _) in self.ways.items():
-            if way == "pull":
-                continue
-            for piece in (4096, 65536):
-                plan = scattered(piece, total, 2 * total)
-                source = torch.ones(2 * total // piece, piece, dtype=torch.uint8, device=f"cuda:{src}")
-                target = torch.zeros_like(source, device=f"cuda:{dst}")
-                segments = plan.parts[0].segments
-                from_ids = torch.from_numpy(segments.src_block).long().to(source.device)
-                to_ids = torch.from_numpy(segments.dst_block).long().to(target.device)
-
-                def clock(call: Callable[[], Any], source=source, target=target) -> float:
-                    for tensor in (source, target):
-                        torch.cuda.synchronize(tensor.device)
-                    start = time.perf_counter()
-                    call()
-                    for tensor in (source, target):
-                        torch.cuda.synchronize(tensor.device)
-                    return time.perf_counter() - start
-
-                def move(source=source, target=target, from_ids=from_ids, to_ids=to_ids) -> None:
-                    packed = source.index_select(0, from_ids).to(target.device, non_blocking=True)
-                    target.index_copy_(0, to_ids, packed)
-
-                timing = measure(
-                    lambda _, move=move: move(), [None], calls=self.calls, warm_up=2, clock=clock
-                )
-                self.add("peer: torch index_select, copy, index_copy_", total, timing, way=way, piece=piece)
-                del source, target
-        torch.cuda.empty_cache()
-
     # --- tables ---------------------------------------------------------------------------------------------
 
     def table(self) -> str:
-        """GB/s, a line a way, size and variant, a column a limit."""
+        """GB/s, a line a way and size, a column a limit."""
         lines = []
         grids: dict[tuple, dict[int, float]] = {}
         for row in self.results:
-            if "variant" in row and row["what"] != "small":
+            if row["what"] in ("copy", "layouts", "gather", "scatter"):
                 name = str(row.get("case", row.get("piece")))
-                grids.setdefault((row["what"], row["way"], name, row["variant"]), {})[row["max_sms"]] = row[
-                    "gb_s"
-                ]
+                grids.setdefault((row["what"], row["way"], name), {})[row["max_sms"]] = row["gb_s"]
             elif "gb_s" in row:
                 size = row.get("total", row.get("piece", ""))
-                extra = f"{row.get('variant', '')} {size} sms={row.get('max_sms', '-')}"
+                extra = f"{size} sms={row.get('max_sms', '-')}"
                 us = row["timing"].median_s * 1e6
                 lines.append(
                     f"{row['what']:<44}{row['way']:<7}{extra:<26}{row['gb_s']:>9.1f} GB/s {us:>10.1f} us"
@@ -354,11 +275,11 @@ class Bench:
             else:
                 lines.append(str(row))
         lines.append(
-            f"\n{'GB/s':<8}{'way':<7}{'pieces':<27}{'variant':<9}" + "".join(f"{n:>8}" for n in SM_LIMITS)
+            f"\n{'GB/s':<8}{'way':<7}{'pieces':<27}" + "".join(f"{n:>8}" for n in SM_LIMITS)
         )
-        for (what, way, name, variant), by_limit in grids.items():
+        for (what, way, name), by_limit in grids.items():
             cells = "".join(f"{by_limit[n]:>8.0f}" if n in by_limit else f"{'':>8}" for n in SM_LIMITS)
-            lines.append(f"{what:<8}{way:<7}{name:<27}{variant:<9}{cells}")
+            lines.append(f"{what:<8}{way:<7}{name:<27}{cells}")
         return "\n".join(lines)
 
 
@@ -371,7 +292,6 @@ def main() -> None:
     args = parser.parse_args()
     if reason := cuda.why_unavailable():
         raise SystemExit(f"bench_cuda_copy needs a GPU: {reason}")
-    assert len(VARIANTS) == native().VARIANTS
     devices = min(2, cuda.device_count())
     ways = WAYS if devices > 1 and cuda.can_access_peer(0, 1) else {"local": WAYS["local"]}
     if len(ways) > 1:
@@ -390,8 +310,6 @@ def main() -> None:
         bench.small,
         bench.checksums,
         bench.host,
-        bench.batches,
-        bench.torch_peer,
     ]
     major, minor = cuda.compute_capability(0)
     gpu = {
@@ -400,10 +318,7 @@ def main() -> None:
         "sms": cuda.sm_count(0),
         "driver": cuda.driver_version(),
     }
-    try:
-        env = environment(**gpu)
-    except FileNotFoundError:  # a machine without git cannot tell the commit
-        env = gpu
+    env = environment(**gpu)
     for step in steps:  # what is measured is kept if a later step fails or runs out of time
         step()
         if args.json:

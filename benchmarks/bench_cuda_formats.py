@@ -129,58 +129,6 @@ class Bench:
             name = "ceiling: one piece" + (" into the peer" if device else "")
             self.add(name, total, self.timed(one_piece))
 
-    def flashinfer(self) -> None:
-        """NVFP4 quantisation of the same bytes, contiguous."""
-        try:
-            import flashinfer
-            import torch
-        except ImportError as error:
-            self.results.append({"what": "peer: FlashInfer", "skipped": f"not installed ({error})"})
-            return
-        try:
-            x = torch.randn(self.caches.total // 8 // 256, 128, dtype=torch.bfloat16, device="cuda:0")
-            scale = torch.ones(1, device="cuda:0")
-            quantise = flashinfer.fp4_quantize
-            quantise(x, scale)
-            clock = self._torch_clock(torch)
-            timing = measure(lambda _: quantise(x, scale), [None], calls=self.calls, warm_up=1, clock=clock)
-            self.add("peer: FlashInfer fp4_quantize, contiguous", 2 * x.numel(), timing, wire="nvfp4")
-        except Exception as error:  # a peer that does not run here is a row that says so
-            self.results.append({"what": "peer: FlashInfer", "skipped": f"{type(error).__name__}: {error}"[:200]})
-
-    def torch_peer(self) -> None:
-        """index_select of the blocks and a cast to float8, with a scale a token and head."""
-        try:
-            import torch
-        except ImportError:
-            self.results.append({"what": "peer: torch", "skipped": "not installed"})
-            return
-        blocks = self.caches.total // 4 // (16 * 8 * 128 * 2)
-        x = torch.randn(blocks, 16, 8, 128, dtype=torch.bfloat16, device="cuda:0")
-        ids = torch.randperm(blocks, device="cuda:0")[: blocks // 2]
-
-        def pack() -> tuple[Any, Any]:
-            picked = x.index_select(0, ids).float()
-            scale = picked.abs().amax(-1, keepdim=True) / 448
-            return (picked / scale).to(torch.float8_e4m3fn), scale
-
-        timing = measure(
-            lambda _: pack(), [None], calls=self.calls, warm_up=2, clock=self._torch_clock(torch)
-        )
-        self.add("peer: torch index_select, scale, to float8", x.numel(), timing, wire="fp8_e4m3")
-
-    @staticmethod
-    def _torch_clock(torch: Any) -> Callable[[Callable[[], Any]], float]:
-        def clock(call: Callable[[], Any]) -> float:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            return begin.elapsed_time(end) / 1e3
-
-        return clock
-
     def table(self) -> str:
         """TB/s of bf16, a line a format, cache and way, a column a limit."""
         grids: dict[tuple[str, str, str], dict[int, float]] = {}
@@ -229,7 +177,6 @@ def main() -> None:
             for wire in WIRES
         ]
         steps += [lambda wire=wire: bench.format(wire, (132,)) for wire in SLOW_WIRES]
-    steps += [bench.flashinfer, bench.torch_peer]
     major, minor = cuda.compute_capability(0)
     gpu = {
         "gpus": devices,
@@ -237,10 +184,7 @@ def main() -> None:
         "sms": cuda.sm_count(0),
         "driver": cuda.driver_version(),
     }
-    try:
-        env = environment(**gpu)
-    except FileNotFoundError:  # a machine without git cannot tell the commit
-        env = gpu
+    env = environment(**gpu)
     for step in steps:  # what is measured is kept if a later step fails or runs out of time
         step()
         if args.json:

@@ -82,10 +82,10 @@ def prefill(pipe: Connection, secret: bytes, gpu: str | None, backends: str | li
                 caches[name] = connector.register(keep[-1], layout, name=name)
                 pipe.send(None)
             else:
-                _, name, blocks, times = message
-                tokens = 16 * len(blocks)
+                _, name, blocks, times, *rest = message
+                lists, tokens = (blocks, rest[0]) if rest else ({"full": blocks}, 16 * len(blocks))
                 started = time.perf_counter()
-                leases = [caches[name].publish({"full": blocks}, tokens=tokens, ttl_s=600) for _ in range(times)]
+                leases = [caches[name].publish(lists, tokens=tokens, ttl_s=600) for _ in range(times)]
                 seconds = (time.perf_counter() - started) / times
                 pipe.send(([bytes(lease.ticket) for lease in leases], seconds))
 

@@ -8,6 +8,7 @@ the host's.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -96,18 +97,21 @@ def environment(**more: Any) -> dict[str, Any]:
         model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         pass
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        check=False,
-    )
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parent,
+            check=False,
+        ).stdout.strip()
+    except FileNotFoundError:  # a machine without git cannot tell
+        commit = ""
     return {
         "cpu": model,
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit or os.environ.get("KVXFER_COMMIT", "unknown"),
         **more,
     }
 

@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 
 #include "cpu/block_ids.h"
+#include "cpu/checksum.h"
 #include "cpu/convert.h"
 #include "cpu/move.h"
 #include "cpu/process_memory.h"
@@ -127,6 +128,13 @@ NB_MODULE(_native, m) {
         return nb::make_tuple(static_cast<int>(problem), where);
       },
       nb::arg("ids"), nb::arg("count"), nb::arg("num_blocks"), nb::arg("unique"));
+  m.def(
+      "checksum",
+      [](std::uint64_t data, std::uint64_t nbytes) {
+        nb::gil_scoped_release release;
+        return cpu::checksum(at<const std::uint8_t>(data), nbytes);
+      },
+      nb::arg("data"), nb::arg("nbytes"));
   m.def("load_word", [](std::uint64_t address) { return cpu::load_word(at<const std::uint64_t>(address)); });
   m.def("store_word", [](std::uint64_t address, std::uint64_t value) {
     cpu::store_word(at<std::uint64_t>(address), value);

@@ -130,16 +130,16 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What a lease holds: int32 little-endian block ids for each group, right-aligned as in kvxfer.plan."""
 
     tokens: int
-    blocks: dict[str, bytes]
+    blocks: dict[str, memoryview]  # decoded without a copy
 
     @classmethod
     def of(cls, tokens: int, lists: Mapping[str, np.ndarray]) -> Record:
         """From checked block lists."""
-        return cls(tokens=tokens, blocks={name: lists[name].astype("<i4").tobytes() for name in sorted(lists)})
+        return cls(tokens=tokens, blocks={name: _bytes_of(lists[name]) for name in sorted(lists)})
 
     def lists(self) -> dict[str, np.ndarray]:
-        """Block lists as int32 arrays."""
-        return {name: np.frombuffer(data, "<i4").astype(np.int32) for name, data in self.blocks.items()}
+        """Block lists as int32 arrays, read-only."""
+        return {name: np.frombuffer(data, "<i4").astype(np.int32, copy=False) for name, data in self.blocks.items()}
 
     def encode(self) -> bytes:
         """The bytes that stand in the lease table and that the ticket's digest covers."""
@@ -154,3 +154,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
             return msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError:
             return None
+
+
+def _bytes_of(ids: np.ndarray) -> memoryview:
+    return memoryview(np.ascontiguousarray(ids, "<i4").view(np.uint8))

@@ -13,8 +13,9 @@ const T* at(std::uint64_t address) {
 }
 
 const char* name_of(Conversion conversion) {
-  constexpr const char* kNames[] = {"copy",         "encode_nvfp4", "encode_mxfp4", "encode_e4m3",
-                                    "decode_nvfp4", "decode_mxfp4", "decode_e4m3",  "vectors"};
+  constexpr const char* kNames[] = {"copy",         "encode_nvfp4", "encode_four_over_six",
+                                    "encode_mxfp4", "encode_e4m3",  "decode_nvfp4",
+                                    "decode_mxfp4", "decode_e4m3",  "vectors"};
   return kNames[static_cast<int>(conversion)];
 }
 

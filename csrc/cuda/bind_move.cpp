@@ -13,10 +13,15 @@ const T* at(std::uint64_t address) {
   return reinterpret_cast<const T*>(address);
 }
 
-MoveCall call_of(int device, int direction, std::int64_t first, std::int64_t count, std::uint64_t wire,
-                 std::uint64_t stream, int max_sms, int variant) {
-  return {device,  static_cast<Direction>(direction), first, count, wire, stream,
-          max_sms, static_cast<Variant>(variant)};
+// From a list of (part, first segment, number of segments, packed buffer).
+std::vector<MoveRange> ranges_of(const nb::list& given) {
+  std::vector<MoveRange> ranges;
+  for (const nb::handle item : given) {
+    const auto range = nb::cast<nb::tuple>(item);
+    ranges.push_back({&nb::cast<const PreparedPart&>(range[0]), nb::cast<std::int64_t>(range[1]),
+                      nb::cast<std::int64_t>(range[2]), nb::cast<std::uint64_t>(range[3])});
+  }
+  return ranges;
 }
 
 }  // namespace
@@ -25,7 +30,6 @@ void bind_move(nb::module_& m) {
   m.attr("COPY") = static_cast<int>(Direction::copy);
   m.attr("GATHER") = static_cast<int>(Direction::gather);
   m.attr("SCATTER") = static_cast<int>(Direction::scatter);
-  m.attr("VARIANTS") = kVariants;
   m.attr("ROW_BYTES") = sizeof(Row);
 
   nb::class_<PreparedPart>(m, "Part")
@@ -57,19 +61,19 @@ void bind_move(nb::module_& m) {
            [](const PreparedPart& part, int device) {
              const DeviceScope scope(device);
              return scope.status() ? scope.status() : load_kernels(part);
-           })
-      .def("launch",
-           [](const PreparedPart& part, int device, int direction, std::int64_t first, std::int64_t count,
-              std::uint64_t wire, std::uint64_t stream, int max_sms, int variant) {
-             const DeviceScope scope(device);
-             if (scope.status()) return scope.status();
-             return launch_move(part, call_of(device, direction, first, count, wire, stream, max_sms, variant));
-           })
-      .def("walk_on_host", [](const PreparedPart& part, int direction, std::int64_t first, std::int64_t count,
-                              std::uint64_t wire, int sms, int variant) {
-        nb::gil_scoped_release unlocked;
-        return walk_on_host(part, call_of(0, direction, first, count, wire, 0, 0, variant), sms);
-      });
+           });
+
+  m.def("launch_moves",
+        [](int device, int direction, const nb::list& ranges, std::uint64_t stream, int max_sms) {
+          const DeviceScope scope(device);
+          if (scope.status()) return scope.status();
+          return launch_moves({device, static_cast<Direction>(direction), stream, max_sms}, ranges_of(ranges));
+        });
+  m.def("walk_moves", [](int direction, const nb::list& given, int sms) {
+    const std::vector<MoveRange> ranges = ranges_of(given);
+    nb::gil_scoped_release unlocked;
+    return walk_on_host(static_cast<Direction>(direction), ranges, sms);
+  });
 
   m.def("checksum", [](int device, std::uint64_t data, std::uint64_t nbytes, std::uint64_t digest,
                        std::uint64_t stream, int max_sms) {

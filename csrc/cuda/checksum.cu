@@ -1,3 +1,5 @@
+#include "mix64.h"
+
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -10,19 +12,6 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kUnroll = 4;  // 16-byte loads in flight a thread
-constexpr std::uint64_t kFactor = 0xD6E8FEB86659FD93, kStep = 0x9E3779B97F4A7C15;
-
-__device__ __forceinline__ std::uint64_t mix(std::uint64_t z) {
-  z ^= z >> 32;
-  z *= kFactor;
-  z ^= z >> 32;
-  z *= kFactor;
-  return z ^ (z >> 32);
-}
-
-__device__ __forceinline__ std::uint64_t term(std::uint64_t word, std::uint64_t index) {
-  return mix(word + (index + 1) * kStep);
-}
 
 __global__ void __launch_bounds__(kThreads)
     add_terms(const ulonglong2* data, std::uint64_t nbytes, unsigned long long* sum) {
@@ -39,7 +28,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const std::uint64_t pair = from + all * u;
-      if (pair < pairs) mine += term(words[u].x, 2 * pair) + term(words[u].y, 2 * pair + 1);
+      if (pair < pairs) mine += mix64_term(words[u].x, 2 * pair) + mix64_term(words[u].y, 2 * pair + 1);
     }
   }
   const std::uint64_t word = 2 * pairs + thread;  // of the bytes after the last pair: one or two words
@@ -47,14 +36,14 @@ __global__ void __launch_bounds__(kThreads)
     const std::uint8_t* bytes = reinterpret_cast<const std::uint8_t*>(data) + word * 8;
     std::uint64_t value = 0;
     for (std::uint64_t b = 0; b < 8 && word * 8 + b < nbytes; ++b) value |= std::uint64_t{bytes[b]} << 8 * b;
-    mine += term(value, word);
+    mine += mix64_term(value, word);
   }
 #pragma unroll
   for (int step = 16; step; step /= 2) mine += __shfl_down_sync(0xFFFFFFFFu, mine, step);
   if (threadIdx.x % 32 == 0 && mine) atomicAdd(sum, mine);
 }
 
-__global__ void finish(unsigned long long* sum, std::uint64_t nbytes) { *sum = mix(nbytes + *sum); }
+__global__ void finish(unsigned long long* sum, std::uint64_t nbytes) { *sum = mix64(nbytes + *sum); }
 
 }  // namespace
 

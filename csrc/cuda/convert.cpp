@@ -14,6 +14,7 @@ const void* kernel_of(const ConvertGroup& group) {
     case Conversion::copy:
       return copy_kernel(group);
     case Conversion::encode_nvfp4:
+    case Conversion::encode_four_over_six:
     case Conversion::encode_mxfp4:
     case Conversion::encode_e4m3:
       return encode_kernel(group);

@@ -18,7 +18,7 @@ std::uint32_t block_of(const Codec& codec, std::uint32_t dim) {
 Conversion fast(const Codec& codec, bool encode) {
   if (codec.rotation) return Conversion::vectors;
   if (codec.element == Element::e2m1 && codec.scale == Scale::e4m3 && codec.block == 16) {
-    if (encode && codec.rule == Rule::four_over_six) return Conversion::vectors;
+    if (encode && codec.rule == Rule::four_over_six) return Conversion::encode_four_over_six;
     return encode ? Conversion::encode_nvfp4 : Conversion::decode_nvfp4;
   }
   if (codec.element == Element::e2m1 && codec.scale == Scale::e8m0) {
@@ -83,7 +83,8 @@ void choose_conversion(ConvertGroup& group, const ConvertSide* src, const Conver
   std::uint32_t shift = 0;
   if (!shift_of(coded, group.dim, encode ? kEncodeValues : kDecodeValues, shift)) return;
   // Below, the bound of a small block may have no float16 near it.
-  if (found == Conversion::encode_nvfp4 && halves.element == Element::float16 &&
+  const bool to_nvfp4 = found == Conversion::encode_nvfp4 || found == Conversion::encode_four_over_six;
+  if (to_nvfp4 && halves.element == Element::float16 &&
       coded.codec.global_scale < 0.000244140625f) {
     return;
   }

@@ -15,6 +15,9 @@ const void* kernel_from(Element element) {
 const void* encode_kernel(const ConvertGroup& group) {
   const Element element = group.from.codec.element;
   if (group.conversion == Conversion::encode_nvfp4) return kernel_from<Conversion::encode_nvfp4>(element);
+  if (group.conversion == Conversion::encode_four_over_six) {
+    return kernel_from<Conversion::encode_four_over_six>(element);
+  }
   if (group.conversion == Conversion::encode_mxfp4) return kernel_from<Conversion::encode_mxfp4>(element);
   return kernel_from<Conversion::encode_e4m3>(element);
 }

@@ -27,6 +27,7 @@ ConvertGeometry convert_geometry(const PreparedPackedPart& part, const ConvertGr
   work.first = first;
   work.wire = call.wire - static_cast<std::uint64_t>(part.wire_start(call.first));
   work.vectors_per_tile = FastDivisor::of(group.pieces);
+  work.warps = all_warps;
   work.items_per_warp = work.items / all_warps;
   work.longer_warps = work.items % all_warps;
   return geometry;

@@ -84,6 +84,12 @@ KVXFER_HD uint32_t nvfp4_scale(float peak, float global_scale) {
   return two_e4m3(peak / largest, 0.0f) & 0xffu;
 }
 
+// The same where the peak is to become 4.
+KVXFER_HD uint32_t nvfp4_scale_of_four(float peak, float global_scale) {
+  const float quotient = global_scale == 1.0f ? peak * 0.25f : peak / (4.0f * global_scale);
+  return two_e4m3(quotient, 0.0f) & 0xffu;
+}
+
 KVXFER_HD uint32_t e8m0_scale(float peak, Rule rule, bool four) {
   if (rule == Rule::ceil) return e8m0_ceil(peak, four ? 6.0f : 448.0f);
   if (rule == Rule::even) return e8m0_even(peak, four ? 2u : 8u, four ? 1 : 3);
@@ -175,6 +181,53 @@ KVXFER_HD uint32_t eight_e2m1_saturated(const uint32_t* words, float factor) {
     codes |= to_e2m1(saturate(high_half<S>(words[i])) * factor) << (8 * i + 4);
   }
   return codes;
+}
+
+// The 16 codes of a piece.
+template <Element S>
+KVXFER_HD void sixteen_e2m1(const uint32_t (&words)[8], float factor, uint32_t bound, bool finite,
+                            uint32_t (&codes)[2]) {
+  if (finite) {
+    codes[0] = eight_e2m1<S>(words, factor, bound);
+    codes[1] = eight_e2m1<S>(words + 4, factor, bound);
+  } else {
+    codes[0] = eight_e2m1_saturated<S>(words, factor);
+    codes[1] = eight_e2m1_saturated<S>(words + 4, factor);
+  }
+}
+
+// By how much a block differs from what its codes say, squared, and summed in the order of the definition. A value and
+// its code have one sign, so magnitudes do. Their lookup is that of `eight_from_e2m1`.
+template <Element S>
+KVXFER_HD float squared_error(const uint32_t (&words)[8], const uint32_t (&codes)[2], float step, bool finite) {
+  float squares[16];
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+  for (int quarter = 0; quarter < 4; ++quarter) {
+    const uint32_t magnitudes_of_codes = (codes[quarter / 2] & 0x77777777u) >> (16 * (quarter % 2));
+    const uint32_t bytes = permute(0x3e3c3800u, 0x46444240u, magnitudes_of_codes);
+    const uint32_t pairs[2] = {permute(bytes, 0u, 0x1404u), permute(bytes, 0u, 0x3424u)};
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t word = words[2 * quarter + i];
+      float low = low_half<S>(magnitudes<S>(word)), high = high_half<S>(magnitudes<S>(word));
+      if (!finite) {
+        low = magnitude(saturate(low));
+        high = magnitude(saturate(high));
+      }
+      const float low_error = low - low_half<Element::float16>(pairs[i]) * step;
+      const float high_error = high - high_half<Element::float16>(pairs[i]) * step;
+      squares[4 * quarter + 2 * i] = low_error * low_error;
+      squares[4 * quarter + 2 * i + 1] = high_error * high_error;
+    }
+  }
+  for (int i = 0; i < 8; ++i) squares[i] = squares[i] + squares[i + 8];
+  for (int i = 0; i < 4; ++i) squares[i] = squares[i] + squares[i + 4];
+  for (int i = 0; i < 2; ++i) squares[i] = squares[i] + squares[i + 2];
+  return squares[0] + squares[1];
 }
 
 // 4 codes of 2 pairs.

@@ -1,7 +1,6 @@
 #include "cuda/convert_prepare.h"
 
 #include <cstring>
-#include <unordered_map>
 
 #include "cuda/convert_choice.h"
 #include "cuda/convert_pieces.h"
@@ -20,14 +19,6 @@ constexpr uint32_t kTileBytes = 4096;  // of a copy's item
 constexpr uint32_t kMostValues = 8192;  // of a vector that is converted
 constexpr uint64_t kMostItems = uint64_t{1} << 31;
 constexpr uint64_t k32 = uint64_t{1} << 32;
-constexpr size_t kTableAlignment = 16;
-
-size_t align_table(size_t bytes) { return (bytes + kTableAlignment - 1) / kTableAlignment * kTableAlignment; }
-
-uint64_t entries_of(uint64_t span, uint64_t ratio) {
-  const uint64_t src_token = span >> 32, tokens = span & 0xFFFFFFFFu;
-  return (src_token + tokens) / ratio - src_token / ratio;
-}
 
 bool fits(const PackedSide& side) {
   return side.entry_stride < k32 && side.head_stride < k32 && side.scale_entry_stride < k32 &&
@@ -62,7 +53,7 @@ uint32_t run_of(uint32_t heads, uint64_t each, uint64_t limit) {
 
 PreparedPackedPart::PreparedPackedPart(const PackedRow* rows, int64_t num_rows, const Segments& segments,
                                        int64_t num_segments, const uint64_t* src_bases, const uint64_t* dst_bases)
-    : segments_(segments), num_segments_(num_segments) {
+    : segments_(segments), num_segments_(num_segments), shapes_(segments, num_segments) {
   for (int64_t r = 0; r < num_rows; ++r) {
     const PackedRow& row = rows[r];
     if (!fits(row.src) || !fits(row.dst)) problem_ = "a stride inside a block is 4 GiB or more";
@@ -70,7 +61,7 @@ PreparedPackedPart::PreparedPackedPart(const PackedRow* rows, int64_t num_rows, 
     if (row.dim >= kMostItems / 4) problem_ = "a vector is 2 GiB or more";
   }
   if (problem_) return;
-  find_shapes(rows, static_cast<size_t>(num_rows));
+  place_rows_on_wire(rows, static_cast<size_t>(num_rows));
   columns_.part_rows = static_cast<uint32_t>(num_rows);
   for (const Direction direction : {Direction::copy, Direction::gather, Direction::scatter}) {
     if ((direction != Direction::scatter && !src_bases) || (direction != Direction::gather && !dst_bases)) continue;
@@ -88,39 +79,19 @@ PreparedPackedPart::PreparedPackedPart(const PackedRow* rows, int64_t num_rows, 
       group.items_per_segment = FastDivisor::of(static_cast<uint32_t>(items));
     }
   }
-  table_bytes_ = align_table(table_columns().back().offset + table_columns().back().nbytes);
+  lay_out();
 }
 
-void PreparedPackedPart::find_shapes(const PackedRow* rows, size_t num_rows) {
-  std::unordered_map<uint64_t, int32_t> known;
-  shape_.resize(static_cast<size_t>(num_segments_));
-  for (size_t s = 0; s < shape_.size(); ++s) {
-    const uint64_t span =
-        static_cast<uint64_t>(segments_.src_token[s]) << 32 | static_cast<uint32_t>(segments_.tokens[s]);
-    const auto [at, added] = known.emplace(span, static_cast<int32_t>(spans_.size()));
-    if (added) spans_.push_back(span);
-    shape_[s] = at->second;
-  }
-  for (const uint64_t span : spans_) {
+void PreparedPackedPart::place_rows_on_wire(const PackedRow* rows, size_t num_rows) {
+  for (size_t shape = 0; shape < shapes_.count(); ++shape) {
     uint64_t offset = 0;
     for (size_t r = 0; r < num_rows; ++r) {
       row_wire_offset_.push_back(offset);
-      const uint64_t entries = rows[r].tokens_per_entry ? entries_of(span, rows[r].tokens_per_entry) : 1;
-      const uint64_t vectors = entries * rows[r].heads;
+      const uint64_t vectors = shapes_.entries(shape, rows[r].tokens_per_entry) * rows[r].heads;
       offset += align_wire(vectors * code_bytes(rows[r].wire_codec, rows[r].dim)) +
                 align_wire(vectors * scale_bytes(rows[r].wire_codec, rows[r].dim));
     }
   }
-}
-
-uint64_t PreparedPackedPart::most_entries(const PackedRow& row) const {
-  if (!row.tokens_per_entry) return 1;
-  uint64_t most_of_all = 0;
-  for (const uint64_t span : spans_) {
-    const uint64_t entries = entries_of(span, row.tokens_per_entry);
-    if (entries > most_of_all) most_of_all = entries;
-  }
-  return most_of_all;
 }
 
 void PreparedPackedPart::add(Direction direction, const ConvertGroup& group, const ConvertRow& row) {
@@ -138,7 +109,7 @@ void PreparedPackedPart::add(Direction direction, const ConvertGroup& group, con
 
 void PreparedPackedPart::add_row(Direction direction, const PackedRow& row, uint32_t index, const uint64_t* src_bases,
                                  const uint64_t* dst_bases) {
-  const uint64_t entries = most_entries(row);
+  const uint64_t entries = shapes_.most_entries(row.tokens_per_entry);
   if (!entries) return;
   const bool reads_wire = direction == Direction::scatter, writes_wire = direction == Direction::gather;
   ConvertRow out{};
@@ -220,47 +191,33 @@ void PreparedPackedPart::add_row(Direction direction, const PackedRow& row, uint
   finish(group);
 }
 
-std::vector<PreparedPackedPart::Column> PreparedPackedPart::table_columns() const {
+void PreparedPackedPart::lay_out() {
   const size_t count = static_cast<size_t>(num_segments_);
-  std::vector<Column> columns = {
-      {segments_.src_block, count * sizeof(int32_t), 0},
-      {segments_.dst_block, count * sizeof(int32_t), 0},
-      {segments_.src_token, count * sizeof(int32_t), 0},
-      {segments_.dst_token, count * sizeof(int32_t), 0},
-      {segments_.tokens, count * sizeof(int32_t), 0},
-      {shape_.data(), count * sizeof(int32_t), 0},
-      {segments_.wire_start, count * sizeof(int64_t), 0},
-      {row_wire_offset_.data(), row_wire_offset_.size() * sizeof(uint64_t), 0},
-  };
+  tables_.add(segments_.src_block, count);
+  tables_.add(segments_.dst_block, count);
+  tables_.add(segments_.src_token, count);
+  tables_.add(segments_.dst_token, count);
+  tables_.add(segments_.tokens, count);
+  tables_.add(shapes_.of_segments().data(), count);
+  tables_.add(segments_.wire_start, count);
+  tables_.add(row_wire_offset_.data(), row_wire_offset_.size());
   for (const auto& of_direction : rows_) {
-    for (const auto& rows : of_direction) columns.push_back({rows.data(), rows.size() * sizeof(ConvertRow), 0});
+    for (const auto& rows : of_direction) tables_.add(rows.data(), rows.size());
   }
-  size_t offset = 0;
-  for (Column& column : columns) {
-    column.offset = offset;
-    offset = align_table(offset + column.nbytes);
-  }
-  return columns;
-}
-
-void PreparedPackedPart::fill(std::uint8_t* host) const {
-  for (const Column& column : table_columns()) std::memcpy(host + column.offset, column.data, column.nbytes);
 }
 
 void PreparedPackedPart::bind(uint64_t address) {
-  const std::vector<Column> all = table_columns();
-  size_t next = 0;
-  const auto take = [&] { return reinterpret_cast<const void*>(address + all[next++].offset); };
-  columns_.src_block = static_cast<const int32_t*>(take());
-  columns_.dst_block = static_cast<const int32_t*>(take());
-  columns_.src_token = static_cast<const int32_t*>(take());
-  columns_.dst_token = static_cast<const int32_t*>(take());
-  columns_.tokens = static_cast<const int32_t*>(take());
-  columns_.shape = static_cast<const int32_t*>(take());
-  columns_.wire_start = static_cast<const int64_t*>(take());
-  columns_.row_wire_offset = static_cast<const uint64_t*>(take());
+  columns_.src_block = tables_.at<int32_t>(address, 0);
+  columns_.dst_block = tables_.at<int32_t>(address, 1);
+  columns_.src_token = tables_.at<int32_t>(address, 2);
+  columns_.dst_token = tables_.at<int32_t>(address, 3);
+  columns_.tokens = tables_.at<int32_t>(address, 4);
+  columns_.shape = tables_.at<int32_t>(address, 5);
+  columns_.wire_start = tables_.at<int64_t>(address, 6);
+  columns_.row_wire_offset = tables_.at<uint64_t>(address, 7);
+  size_t column = 8;
   for (auto& of_direction : groups_) {
-    for (ConvertGroup& group : of_direction) group.rows = static_cast<const ConvertRow*>(take());
+    for (ConvertGroup& group : of_direction) group.rows = tables_.at<ConvertRow>(address, column++);
   }
 }
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cuda/convert_items.h"
+#include "cuda/part_tables.h"
 
 namespace kvxfer::cuda {
 
@@ -14,13 +15,15 @@ class PreparedPackedPart {
   // live as long as this object.
   PreparedPackedPart(const PackedRow* rows, std::int64_t num_rows, const Segments& segments, std::int64_t num_segments,
                      const std::uint64_t* src_bases, const std::uint64_t* dst_bases);
+  PreparedPackedPart(const PreparedPackedPart&) = delete;  // tables_ points into it
+  PreparedPackedPart& operator=(const PreparedPackedPart&) = delete;
 
   // Why the part cannot be prepared; null where it can.
   const char* problem() const { return problem_; }
 
   // As of `PreparedPart`.
-  std::size_t table_bytes() const { return table_bytes_; }
-  void fill(std::uint8_t* host) const;
+  std::size_t table_bytes() const { return tables_.nbytes(); }
+  void fill(std::uint8_t* host) const { tables_.fill(host); }
   void bind(std::uint64_t address);
 
   const ConvertColumns& columns() const { return columns_; }
@@ -31,28 +34,21 @@ class PreparedPackedPart {
   std::int64_t wire_start(std::int64_t segment) const { return segments_.wire_start[segment]; }
 
  private:
-  struct Column {
-    const void* data;
-    std::size_t nbytes, offset;
-  };
-
-  void find_shapes(const PackedRow* rows, std::size_t num_rows);
-  std::uint64_t most_entries(const PackedRow& row) const;
+  void place_rows_on_wire(const PackedRow* rows, std::size_t num_rows);
   void add(Direction direction, const ConvertGroup& group, const ConvertRow& row);
   void add_row(Direction direction, const PackedRow& row, std::uint32_t index, const std::uint64_t* src_bases,
                const std::uint64_t* dst_bases);
-  std::vector<Column> table_columns() const;
+  void lay_out();
 
   Segments segments_;
   std::int64_t num_segments_;
   const char* problem_ = nullptr;
-  std::vector<std::int32_t> shape_;
-  std::vector<std::uint64_t> spans_;  // distinct src_token << 32 | tokens, by shape
+  SegmentShapes shapes_;
   std::vector<std::uint64_t> row_wire_offset_;
   ConvertColumns columns_{};
   std::vector<ConvertGroup> groups_[3];  // by Direction
   std::vector<std::vector<ConvertRow>> rows_[3];
-  std::size_t table_bytes_ = 0;
+  TableColumns tables_;
 };
 
 }  // namespace kvxfer::cuda

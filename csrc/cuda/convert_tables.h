@@ -17,6 +17,7 @@ namespace kvxfer::cuda {
 enum class Conversion : std::uint8_t {
   copy,
   encode_nvfp4,  // from float16 or bfloat16
+  encode_four_over_six,
   encode_mxfp4,
   encode_e4m3,
   decode_nvfp4,  // to float16 or bfloat16

@@ -67,6 +67,7 @@ class Walk {
           for (uint32_t lane = 0; lane < lanes; ++lane) copy(items, from + lane);
           break;
         case Conversion::encode_nvfp4:
+        case Conversion::encode_four_over_six:
         case Conversion::encode_mxfp4:
         case Conversion::encode_e4m3:
           if (group_.from.codec.element == Element::bfloat16) {
@@ -135,7 +136,8 @@ class Walk {
       return;
     }
     BlockScale scale{};
-    if (group_.conversion == Conversion::encode_nvfp4) {
+    uint32_t codes[2];
+    if (group_.conversion == Conversion::encode_nvfp4 || group_.conversion == Conversion::encode_four_over_six) {
       scale.code = nvfp4_scale(value, codec.global_scale);
       const ScaleEntry entry = scale_entry<S>(scale.code, codec.global_scale);
       scale.factor = entry.factor;
@@ -143,11 +145,21 @@ class Walk {
     } else {
       scale = mxfp4_scale<S>(value, codec.rule);
     }
-    misaligned += (item.dst + piece * 8) % 8 != 0;
-    for (uint32_t i = 0; i < 2; ++i) {
-      store(item.dst + piece * 8 + 4 * i, finite ? eight_e2m1<S>(words + 4 * i, scale.factor, scale.bound)
-                                                 : eight_e2m1_saturated<S>(words + 4 * i, scale.factor));
+    sixteen_e2m1<S>(words, scale.factor, scale.bound, finite, codes);
+    if (group_.conversion == Conversion::encode_four_over_six) {
+      const uint32_t other = nvfp4_scale_of_four(value, codec.global_scale);
+      const ScaleEntry entry = scale_entry<S>(other, codec.global_scale);
+      uint32_t other_codes[2];
+      sixteen_e2m1<S>(words, entry.factor, entry.bound, finite, other_codes);
+      const float step = from_e4m3(scale.code) * codec.global_scale;
+      const float other_step = from_e4m3(other) * codec.global_scale;
+      if (squared_error<S>(words, other_codes, other_step, finite) < squared_error<S>(words, codes, step, finite)) {
+        scale.code = other;
+        std::memcpy(codes, other_codes, sizeof codes);
+      }
     }
+    misaligned += (item.dst + piece * 8) % 8 != 0;
+    for (uint32_t i = 0; i < 2; ++i) store(item.dst + piece * 8 + 4 * i, codes[i]);
     if (first) store(scales, static_cast<std::uint8_t>(scale.code));
   }
 

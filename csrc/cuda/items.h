@@ -15,7 +15,8 @@ struct Work {
   std::int64_t first;   // segment of item 0
   std::uint64_t wire;   // address of the packed order's byte 0, which may lie before the buffer
   FastDivisor vectors_per_tile;
-  std::uint32_t items_per_warp, longer_warps;  // the first `longer_warps` warps take one item more
+  std::uint32_t warps, first_warp;             // of the launch; the one that takes the first items
+  std::uint32_t items_per_warp, longer_warps;  // `longer_warps` warps from the first on take one item more
 };
 
 // `bytes` contiguous bytes; 0: nothing to do.
@@ -29,9 +30,10 @@ struct ItemRange {
 };
 
 KVXFER_HOST_DEVICE inline ItemRange items_of_warp(const Work& work, std::uint32_t warp) {
-  const std::uint32_t extra = warp < work.longer_warps ? warp : work.longer_warps;
-  const std::uint32_t begin = warp * work.items_per_warp + extra;
-  return {begin, begin + work.items_per_warp + (warp < work.longer_warps ? 1u : 0u)};
+  const std::uint32_t turn = warp - work.first_warp + (warp < work.first_warp ? work.warps : 0u);
+  const std::uint32_t extra = turn < work.longer_warps ? turn : work.longer_warps;
+  const std::uint32_t begin = turn * work.items_per_warp + extra;
+  return {begin, begin + work.items_per_warp + (turn < work.longer_warps ? 1u : 0u)};
 }
 
 KVXFER_HOST_DEVICE inline std::uint32_t row_of(const PartTables& tables, std::uint32_t in_segment) {

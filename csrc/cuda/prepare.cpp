@@ -1,7 +1,6 @@
 #include "cuda/prepare.h"
 
 #include <algorithm>
-#include <cstring>
 #include <unordered_map>
 
 namespace kvxfer::cuda {
@@ -18,22 +17,17 @@ constexpr uint64_t kItemCost = 256;        // finding an item costs about as muc
 constexpr uint64_t kLine = 128;            // tiles of a unit start on cache lines of it
 constexpr uint64_t kMostItems = uint64_t{1} << 31;
 constexpr uint64_t k32 = uint64_t{1} << 32;
-constexpr size_t kTableAlignment = 16;
-
-size_t align_table(size_t bytes) { return (bytes + kTableAlignment - 1) / kTableAlignment * kTableAlignment; }
 
 uint64_t ceil_div(uint64_t value, uint64_t by) { return (value + by - 1) / by; }
-
-uint64_t entries_of(uint64_t span, uint64_t ratio) {
-  const uint64_t src_token = span >> 32, tokens = span & 0xFFFFFFFFu;
-  return (src_token + tokens) / ratio - src_token / ratio;
-}
 
 }  // namespace
 
 PreparedPart::PreparedPart(const Row* rows, int64_t num_rows, const Segments& segments, int64_t num_segments,
                            const uint64_t* src_bases, const uint64_t* dst_bases)
-    : segments_(segments), num_segments_(num_segments), rows_(static_cast<size_t>(num_rows)) {
+    : segments_(segments),
+      num_segments_(num_segments),
+      rows_(static_cast<size_t>(num_rows)),
+      shapes_(segments, num_segments) {
   tables_.num_rows = static_cast<uint32_t>(num_rows);
   for (int64_t r = 0; r < num_rows; ++r) {
     const Row& row = rows[r];
@@ -46,8 +40,9 @@ PreparedPart::PreparedPart(const Row* rows, int64_t num_rows, const Segments& se
   }
   if (problem_) return;
 
-  find_shapes(rows);
-  const std::vector<uint64_t> entries = most_entries(rows);
+  place_rows_on_wire(rows);
+  std::vector<uint64_t> entries(rows_.size());
+  for (size_t r = 0; r < rows_.size(); ++r) entries[r] = shapes_.most_entries(rows[r].tokens_per_entry);
   choose_tile(rows, entries);
 
   uint64_t items = 0, wire_offset = 0;
@@ -114,38 +109,16 @@ PreparedPart::PreparedPart(const Row* rows, int64_t num_rows, const Segments& se
   lay_out();
 }
 
-// Few shapes (token spans) stand for many segments: where rows start in the packed order is worked out once a shape.
-void PreparedPart::find_shapes(const Row* rows) {
-  if (!segments_.tokens) return;
-  std::unordered_map<uint64_t, int32_t> known;
-  shape_.resize(static_cast<size_t>(num_segments_));
-  for (size_t s = 0; s < shape_.size(); ++s) {
-    const uint64_t span =
-        static_cast<uint64_t>(segments_.src_token[s]) << 32 | static_cast<uint32_t>(segments_.tokens[s]);
-    const auto [at, added] = known.emplace(span, static_cast<int32_t>(spans_.size()));
-    if (added) spans_.push_back(span);
-    shape_[s] = at->second;
-  }
-  for (const uint64_t span : spans_) {
+// Where each row starts in a packed segment of each shape.
+void PreparedPart::place_rows_on_wire(const Row* rows) {
+  for (size_t shape = 0; shape < shapes_.count(); ++shape) {
     uint64_t offset = 0;
     for (size_t r = 0; r < rows_.size(); ++r) {
       row_wire_offset_.push_back(offset);
-      const uint64_t entries = rows[r].tokens_per_entry ? entries_of(span, rows[r].tokens_per_entry) : 1;
+      const uint64_t entries = shapes_.entries(shape, rows[r].tokens_per_entry);
       offset += align_wire(entries * rows[r].heads * rows[r].channels * rows[r].unit_bytes);
     }
   }
-}
-
-// Entries of each row in the segment that has most of them.
-std::vector<uint64_t> PreparedPart::most_entries(const Row* rows) const {
-  std::vector<uint64_t> most(rows_.size(), 1);
-  for (size_t r = 0; r < rows_.size(); ++r) {
-    const uint64_t ratio = rows[r].tokens_per_entry;
-    if (!ratio) continue;
-    most[r] = 0;
-    for (const uint64_t span : spans_) most[r] = std::max(most[r], entries_of(span, ratio));
-  }
-  return most;
 }
 
 // One tile size for all rows, so that lanes find their item by one division: the one that wastes least where units
@@ -171,52 +144,31 @@ void PreparedPart::choose_tile(const Row* rows, const std::vector<uint64_t>& ent
   tables_.tile_bytes = static_cast<uint32_t>(best);
 }
 
-std::vector<PreparedPart::Column> PreparedPart::columns() const {
-  const size_t count = static_cast<size_t>(num_segments_);
-  std::vector<Column> columns = {
-      {rows_.data(), rows_.size() * sizeof(DeviceRow), 0},
-      {segments_.src_block, count * sizeof(int32_t), 0},
-      {segments_.dst_block, count * sizeof(int32_t), 0},
-  };
-  if (segments_.tokens) {
-    columns.push_back({segments_.src_token, count * sizeof(int32_t), 0});
-    columns.push_back({segments_.dst_token, count * sizeof(int32_t), 0});
-    columns.push_back({segments_.tokens, count * sizeof(int32_t), 0});
-    columns.push_back({shape_.data(), count * sizeof(int32_t), 0});
-    columns.push_back({segments_.wire_start, count * sizeof(int64_t), 0});
-    columns.push_back({row_wire_offset_.data(), row_wire_offset_.size() * sizeof(uint64_t), 0});
-  }
-  size_t offset = 0;
-  for (Column& column : columns) {
-    column.offset = offset;
-    offset = align_table(offset + column.nbytes);
-  }
-  return columns;
-}
-
 void PreparedPart::lay_out() {
-  const Column last = columns().back();
-  table_bytes_ = align_table(last.offset + last.nbytes);
-}
-
-void PreparedPart::fill(std::uint8_t* host) const {
-  for (const Column& column : columns()) std::memcpy(host + column.offset, column.data, column.nbytes);
+  const size_t count = static_cast<size_t>(num_segments_);
+  columns_.add(rows_.data(), rows_.size());
+  columns_.add(segments_.src_block, count);
+  columns_.add(segments_.dst_block, count);
+  if (!segments_.tokens) return;
+  columns_.add(segments_.src_token, count);
+  columns_.add(segments_.dst_token, count);
+  columns_.add(segments_.tokens, count);
+  columns_.add(shapes_.of_segments().data(), count);
+  columns_.add(segments_.wire_start, count);
+  columns_.add(row_wire_offset_.data(), row_wire_offset_.size());
 }
 
 void PreparedPart::bind(uint64_t address) {
-  const std::vector<Column> all = columns();
-  const auto at = [&](size_t index) { return reinterpret_cast<const void*>(address + all[index].offset); };
-  tables_.rows = static_cast<const DeviceRow*>(at(0));
-  tables_.src_block = static_cast<const int32_t*>(at(1));
-  tables_.dst_block = static_cast<const int32_t*>(at(2));
-  if (segments_.tokens) {
-    tables_.src_token = static_cast<const int32_t*>(at(3));
-    tables_.dst_token = static_cast<const int32_t*>(at(4));
-    tables_.tokens = static_cast<const int32_t*>(at(5));
-    tables_.shape = static_cast<const int32_t*>(at(6));
-    tables_.wire_start = static_cast<const int64_t*>(at(7));
-    tables_.row_wire_offset = static_cast<const uint64_t*>(at(8));
-  }
+  tables_.rows = columns_.at<DeviceRow>(address, 0);
+  tables_.src_block = columns_.at<int32_t>(address, 1);
+  tables_.dst_block = columns_.at<int32_t>(address, 2);
+  if (!segments_.tokens) return;
+  tables_.src_token = columns_.at<int32_t>(address, 3);
+  tables_.dst_token = columns_.at<int32_t>(address, 4);
+  tables_.tokens = columns_.at<int32_t>(address, 5);
+  tables_.shape = columns_.at<int32_t>(address, 6);
+  tables_.wire_start = columns_.at<int64_t>(address, 7);
+  tables_.row_wire_offset = columns_.at<uint64_t>(address, 8);
 }
 
 uint32_t PreparedPart::vector_bytes(Direction direction) const {

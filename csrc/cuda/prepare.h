@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "cuda/items.h"
-#include "plan.h"
+#include "cuda/part_tables.h"
 
 namespace kvxfer::cuda {
 
@@ -15,14 +15,16 @@ class PreparedPart {
   // segments' columns must live as long as this object.
   PreparedPart(const Row* rows, std::int64_t num_rows, const Segments& segments, std::int64_t num_segments,
                const std::uint64_t* src_bases, const std::uint64_t* dst_bases);
+  PreparedPart(const PreparedPart&) = delete;  // columns_ points into it
+  PreparedPart& operator=(const PreparedPart&) = delete;
 
   // Why the part cannot be prepared; null where it can.
   const char* problem() const { return problem_; }
 
   // Bytes of all tables; `fill` writes them to host memory, and after `bind` they are expected at `address`, which
   // must lie on 16 bytes. The caller copies them there, in stream order before the first launch.
-  std::size_t table_bytes() const { return table_bytes_; }
-  void fill(std::uint8_t* host) const;
+  std::size_t table_bytes() const { return columns_.nbytes(); }
+  void fill(std::uint8_t* host) const { columns_.fill(host); }
   void bind(std::uint64_t address);
 
   const PartTables& tables() const { return tables_; }
@@ -37,28 +39,20 @@ class PreparedPart {
   std::int64_t wire_start(std::int64_t segment) const;
 
  private:
-  struct Column {
-    const void* data;
-    std::size_t nbytes, offset;
-  };
-
   void choose_tile(const Row* rows, const std::vector<std::uint64_t>& entries);
-  void find_shapes(const Row* rows);
-  std::vector<std::uint64_t> most_entries(const Row* rows) const;
+  void place_rows_on_wire(const Row* rows);
   void lay_out();
-  std::vector<Column> columns() const;
 
   Segments segments_;
   std::int64_t num_segments_;
   const char* problem_ = nullptr;
   std::vector<DeviceRow> rows_;
-  std::vector<std::int32_t> shape_;
-  std::vector<std::uint64_t> spans_;  // distinct src_token << 32 | tokens, by shape
+  SegmentShapes shapes_;
   std::vector<std::uint64_t> row_wire_offset_;
   PartTables tables_{};
   std::uint64_t items_per_segment_ = 0;
   std::uint64_t common_bits_ = 0, src_bits_ = 0, dst_bits_ = 0;  // or of what vectors must divide
-  std::size_t table_bytes_ = 0;
+  TableColumns columns_;
 };
 
 }  // namespace kvxfer::cuda

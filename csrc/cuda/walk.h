@@ -6,8 +6,8 @@
 
 namespace kvxfer::cuda {
 
-// `part` must be bound to tables in host memory; addresses are host addresses. `sms` stands for the device's SMs.
+// The parts must be bound to tables in host memory; addresses are host addresses. `sms` stands for the device's SMs.
 // Returns how many vectors were not aligned to their width: 0 unless the choice of the width is wrong.
-std::int64_t walk_on_host(const PreparedPart& part, const MoveCall& call, int sms);
+std::int64_t walk_on_host(Direction direction, const std::vector<MoveRange>& ranges, int sms);
 
 }  // namespace kvxfer::cuda

@@ -8,7 +8,6 @@ Imports errors only.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import ipaddress
 import socket
@@ -43,10 +42,7 @@ def derive(secret: bytes, purpose: str, *context: bytes) -> bytes:
 
 def mac(key: bytes, *parts: bytes) -> bytes:
     """HMAC-SHA256 over the parts, in order."""
-    digest = hmac.new(key, digestmod=hashlib.sha256)
-    for part in parts:
-        digest.update(part)
-    return digest.digest()
+    return hmac.digest(key, b"".join(parts), "sha256")
 
 
 def check_mac(key: bytes, expected: bytes, *parts: bytes) -> None:

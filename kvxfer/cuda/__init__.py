@@ -6,7 +6,7 @@ Imports NumPy, plan, formats, errors and the native module; never torch or CuPy.
 plain integers.
 """
 
-from kvxfer.cuda.digest import checksum, checksum_on_device
+from kvxfer.cuda.digest import checksum_on_device
 from kvxfer.cuda.native import CudaError, available, why_unavailable
 from kvxfer.cuda.packed import PreparedCudaPackedPlan
 from kvxfer.cuda.plan import PreparedCudaPlan
@@ -54,7 +54,6 @@ __all__ = [
     "address_range",
     "available",
     "can_access_peer",
-    "checksum",
     "checksum_on_device",
     "close_memory",
     "compute_capability",

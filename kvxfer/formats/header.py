@@ -6,19 +6,19 @@
 |---|---|---|
 | 0 | 4 | magic ``KVXC`` |
 | 4 | 2 | version, 1 |
-| 6 | 2 | flags; bit 0: a checksum is present; all others are 0 |
+| 6 | 2 | flags; bits 0 and 1: the kind of the checksum, 0 where there is none (checksums.py); all others are 0 |
 | 8 | 8 | payload bytes that follow |
 | 16 | 8 | chunk index within the plan |
 | 24 | 8 | plan id: what both ends derive from layouts, block counts, tokens and format |
 | 32 | 8 | layout tag: digest of both layouts |
-| 40 | 8 | xxh3-64 of the payload, seed 0; 0 where there is none |
+| 40 | 8 | checksum of the payload; 0 where there is none |
 | 48 | 80 | wire format in its canonical form, ASCII, padded with zero bytes |
 
-A reader refuses what it does not know: another version, an unknown flag, a format or option without a name
-here. The checksum is xxh3 and nothing else, so that a sender and a reader cannot disagree on its kind; it
-needs the package ``xxhash`` (extra ``checksum``) at the end that makes it and at the end that checks it.
+A reader refuses what it does not know: another version, an unknown flag or kind of checksum, a format or option
+without a name here. Whoever makes a chunk picks the kind of checksum. A new kind takes a new number and leaves the
+version as it is: readers that do not know it refuse the flag.
 
-Imports errors, extras and wire.
+Imports errors, checksums and wire.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import struct
 from dataclasses import dataclass
 
 from kvxfer.errors import ChecksumMismatch, InvalidChunk, InvalidRequest, UnknownChunkVersion
-from kvxfer.extras import need
+from kvxfer.formats.checksums import Buffer, Checksum, ChecksumKind, checksum
 from kvxfer.formats.wire import MAX_NAME_BYTES, WireFormat, parse
 
 MAGIC = b"KVXC"
@@ -36,9 +36,8 @@ HEADER_BYTES = 128
 MAX_PAYLOAD_BYTES = 1 << 40
 
 _STRUCT = struct.Struct(f"<4sHHQQQQQ{MAX_NAME_BYTES}s")
-_HAS_CHECKSUM = 1
-
-Buffer = bytes | bytearray | memoryview
+_KIND = 3
+_KINDS = {kind.value: kind for kind in ChecksumKind}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +49,7 @@ class ChunkHeader:
     layout_tag: int
     chunk: int
     payload_bytes: int
-    checksum: int | None = None
+    checksum: Checksum | None = None
 
     def __post_init__(self) -> None:
         for field in ("plan_id", "layout_tag", "chunk", "payload_bytes"):
@@ -64,16 +63,15 @@ class ChunkHeader:
         name = str(self.wire).encode()
         if len(name) > MAX_NAME_BYTES:
             raise InvalidRequest(f"a wire format's name has {MAX_NAME_BYTES} bytes at most, got {len(name)}")
-        has_checksum = self.checksum is not None
         return _STRUCT.pack(
             MAGIC,
             VERSION,
-            _HAS_CHECKSUM if has_checksum else 0,
+            0 if self.checksum is None else self.checksum.kind,
             self.payload_bytes,
             self.chunk,
             self.plan_id,
             self.layout_tag,
-            self.checksum if has_checksum else 0,
+            0 if self.checksum is None else self.checksum.value,
             name,
         )
 
@@ -85,18 +83,19 @@ class ChunkHeader:
         """
         if len(data) < HEADER_BYTES:
             raise InvalidChunk(f"a chunk starts with a header of {HEADER_BYTES} bytes, got {len(data)} bytes")
-        magic, version, flags, nbytes, chunk, plan_id, tag, checksum, name = _STRUCT.unpack_from(data)
+        magic, version, flags, nbytes, chunk, plan_id, tag, value, name = _STRUCT.unpack_from(data)
         if magic != MAGIC:
             raise InvalidChunk(f"a chunk starts with {MAGIC!r}, got {magic!r}: this is no packed chunk")
         if version != VERSION:
             raise UnknownChunkVersion(
                 f"chunk header version {version}, this library reads {VERSION}; upgrade the older end"
             )
-        if flags & ~_HAS_CHECKSUM:
+        kind = _KINDS.get(flags & _KIND)
+        if flags & ~_KIND or (kind is None and flags):
             raise InvalidChunk(f"unknown flags {flags:#06x} in a chunk header of version {VERSION}")
         if nbytes > MAX_PAYLOAD_BYTES:
             raise InvalidChunk(f"a chunk holds at most {MAX_PAYLOAD_BYTES} bytes, the header says {nbytes}")
-        if checksum and not flags & _HAS_CHECKSUM:
+        if value and kind is None:
             raise InvalidChunk("the header holds a checksum, but its flag says that there is none")
         text = name.rstrip(b"\0")
         try:
@@ -111,14 +110,14 @@ class ChunkHeader:
             layout_tag=tag,
             chunk=chunk,
             payload_bytes=nbytes,
-            checksum=checksum if flags & _HAS_CHECKSUM else None,
+            checksum=None if kind is None else Checksum(kind, value),
         )
 
     def check(self, payload: Buffer, *, expected: ChunkHeader | None = None) -> None:
         """That `payload` is what this header announces, and that the header is the `expected` one.
 
         Of `expected` everything but the checksum is compared. Raises InvalidChunk or ChecksumMismatch;
-        MissingExtra where there is a checksum and no xxhash.
+        MissingExtra where the checksum is xxh3 and xxhash is not installed.
         """
         if expected is not None:
             for field in ("wire", "plan_id", "layout_tag", "chunk", "payload_bytes"):
@@ -129,13 +128,6 @@ class ChunkHeader:
         if nbytes != self.payload_bytes:
             raise InvalidChunk(f"the header announces {self.payload_bytes} bytes, got {nbytes}")
         if self.checksum is not None:
-            found = checksum(payload)
+            found = checksum(payload, self.checksum.kind)
             if found != self.checksum:
-                raise ChecksumMismatch(
-                    f"chunk {self.chunk}: xxh3 is {found:#018x}, the header says {self.checksum:#018x}"
-                )
-
-
-def checksum(payload: Buffer) -> int:
-    """xxh3-64 of the payload with seed 0. Raises MissingExtra without xxhash."""
-    return need("xxhash", "checksum").xxh3_64_intdigest(payload)
+                raise ChecksumMismatch(f"chunk {self.chunk}: {found}, the header says {self.checksum}")

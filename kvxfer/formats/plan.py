@@ -25,11 +25,12 @@ import msgspec
 import numpy as np
 
 from kvxfer.errors import LayoutMismatch
+from kvxfer.formats.checksums import Checksum
 from kvxfer.formats.header import ChunkHeader
 from kvxfer.formats.rows import PACKED_ROW, PackedRow, Scales, packed_rows
 from kvxfer.formats.wire import WireFormat, parse
 from kvxfer.layout import CacheLayout
-from kvxfer.plan import WIRE_ALIGNMENT, Chunk, Join, Segments, TransferPlan, check_blocks, join
+from kvxfer.plan import WIRE_ALIGNMENT, Chunk, Join, Segments, TransferPlan, check_blocks, distinct, join
 from kvxfer.plan.blocks import stand_in_blocks
 from kvxfer.plan.segments import segments_for
 
@@ -106,7 +107,7 @@ class PackedPlan:
                 yield Chunk(part=number, first=first, count=last - first, wire_bytes=size)
                 first = last
 
-    def header(self, index: int, chunk: Chunk, checksum: int | None = None) -> ChunkHeader:
+    def header(self, index: int, chunk: Chunk, checksum: Checksum | None = None) -> ChunkHeader:
         """The header of the chunk that stands at `index` in `chunks`."""
         return ChunkHeader(
             wire=self.wire,
@@ -290,7 +291,7 @@ def _part(table: np.ndarray, rows: Sequence[PackedRow], codecs: Sequence, segmen
     # Few shapes (token spans) stand for many segments, and few kinds of row for many layers: sizes are worked
     # out once for each.
     spans = segments.src_token.astype(np.int64) << 32 | segments.tokens
-    shapes, index = np.unique(spans, return_inverse=True)
+    shapes, index = distinct(spans)
     start, stop = shapes >> 32, (shapes >> 32) + (shapes & 0xFFFFFFFF)
     wire, cache = np.zeros((2, len(shapes)), np.int64)
     kinds = Counter(

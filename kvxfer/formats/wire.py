@@ -28,6 +28,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kvxfer.errors import InvalidRequest, UnknownWireFormat
 from kvxfer.formats import fp8, int4, mx, nvfp4
@@ -203,6 +204,11 @@ def parse(name: str | WireFormat) -> WireFormat:
         return name
     if not isinstance(name, str):
         raise UnknownWireFormat(f"a wire format is named by a string, got {type(name).__name__}")
+    return _parse(name)
+
+
+@lru_cache(maxsize=64)
+def _parse(name: str) -> WireFormat:
     family, _, text = name.partition(":")
     if family not in _FAMILIES or len(name.encode(errors="replace")) > MAX_NAME_BYTES:
         raise UnknownWireFormat(f"no wire format {name[:MAX_NAME_BYTES]!r}; known are {', '.join(NAMES)}")

@@ -18,7 +18,7 @@ from kvxfer.plan.blocks import BlockLists, check_blocks
 from kvxfer.plan.compare import Comparison, Finding, Verdict
 from kvxfer.plan.joining import Join, JoinPart, compare, join
 from kvxfer.plan.rows import ROW, WIRE_ALIGNMENT
-from kvxfer.plan.transfer import Chunk, PlanPart, Segments, TransferPlan
+from kvxfer.plan.transfer import Chunk, PlanPart, Segments, TransferPlan, distinct, together
 
 __all__ = [
     "ROW",
@@ -35,5 +35,7 @@ __all__ = [
     "Verdict",
     "check_blocks",
     "compare",
+    "distinct",
     "join",
+    "together",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -53,7 +53,7 @@ class PlanPart:
             return
         # Few shapes (token spans) stand for many segments: sizes are worked out once a shape.
         spans = self.segments.src_token.astype(np.int64) << 32 | self.segments.tokens
-        shapes, index = np.unique(spans, return_inverse=True)
+        shapes, index = distinct(spans)
         sizes = _row_bytes(self.rows, shapes >> 32, shapes & 0xFFFFFFFF)
         starts = np.zeros(count + 1, np.int64)
         np.cumsum(_align(sizes).sum(axis=1)[index], out=starts[1:])
@@ -146,6 +146,33 @@ def _run_count(part: PlanPart) -> int:
     apart = np.arange(regions, dtype=np.uint64) << np.uint64(48)
     counted = len(_merge_runs(_part_runs(PlanPart(rows=part.rows, segments=segments), apart, apart)))
     return -(-counted * len(part) // len(segments.src_block))
+
+
+def distinct(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct values, and the index of each value among them: `np.unique`, fast where neighbours are equal."""
+    starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
+    if 2 * len(starts) > len(values):
+        found, index = np.unique(values, return_inverse=True)
+        return found, index
+    found, index = np.unique(values[starts], return_inverse=True)
+    return found, np.repeat(index, np.diff(starts, append=len(values)))
+
+
+def together(chunks: Iterable[Chunk], max_bytes: int) -> Iterator[list[Chunk]]:
+    """Neighbouring chunks, of whatever parts, in lists of at most `max_bytes`: what one launch may carry out.
+
+    A chunk that is larger is alone.
+    """
+    taken: list[Chunk] = []
+    nbytes = 0
+    for chunk in chunks:
+        if taken and nbytes + chunk.wire_bytes > max_bytes:
+            yield taken
+            taken, nbytes = [], 0
+        taken.append(chunk)
+        nbytes += chunk.wire_bytes
+    if taken:
+        yield taken
 
 
 def _align(sizes: np.ndarray) -> np.ndarray:

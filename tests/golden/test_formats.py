@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from kvxfer import formats
-from kvxfer.formats import ChunkHeader
+from kvxfer.formats import Checksum, ChecksumKind, ChunkHeader
+from kvxfer.formats.checksums import mix64_reference
 
 RAMP = (np.arange(32, dtype=np.float32) - 11) * np.float32(0.375)
 """-4.125 to 7.5 in steps of 0.375: positive and negative, with exact ties."""
@@ -88,7 +91,7 @@ def test_header():
         layout_tag=0x1122334455667788,
         chunk=3,
         payload_bytes=4096,
-        checksum=0xBAADF00DBAADF00D,
+        checksum=Checksum(ChecksumKind.XXH3, 0xBAADF00DBAADF00D),
     )
     assert header.encode().hex() == HEADER
     assert ChunkHeader.decode(bytes.fromhex(HEADER)) == header
@@ -97,4 +100,22 @@ def test_header():
 
 def test_checksum_is_xxh3_with_seed_0():
     pytest.importorskip("xxhash")
-    assert formats.checksum(b"") == 0x2D06800538D394C2  # of the xxHash specification
+    assert formats.checksum(b"").value == 0x2D06800538D394C2  # of the xxHash specification
+
+
+MIX64 = {  # worked out with Python's integers
+    b"": 0,
+    b"a": 0x2317DE48F27C13E9,
+    b"12345678": 0x391D3E3B2BE89780,
+    bytes(range(40)): 0x91C00F138B1DB82D,
+}
+
+
+def test_mix64():
+    """Its flag in a header, and its values."""
+    header = dataclasses.replace(
+        ChunkHeader.decode(bytes.fromhex(HEADER)), checksum=Checksum(ChecksumKind.MIX64, 0xBAADF00DBAADF00D)
+    )
+    assert header.encode().hex() == HEADER.replace("01000100", "01000200", 1)
+    for data, value in MIX64.items():
+        assert formats.checksum(data, ChecksumKind.MIX64).value == value == mix64_reference(data)

@@ -1,40 +1,54 @@
 #!/usr/bin/env bash
-# Builds the package for this machine's GPU and runs everything that needs one: tests, compute-sanitizer, benchmark.
-# Run from the repository. Writes logs and JSON to $OUT (default: build/gpu).
+# Builds the package for this machine's GPUs and runs everything that needs one: tests, the backend's conformance suite,
+# benchmarks, compute-sanitizer. Run from the repository. Writes logs and JSON to $OUT (default: build/gpu).
 #
+#   STEPS="..."     of: tests formats peer ipc backend bench bench_copy bench_formats sanitizer sanitizer_formats
+#   BENCH="..."     arguments of benchmarks/bench_gpu.py, say --steps fetch,latency
 #   OUT=...         where results go
 #   TARGET=...      where the package is put together (default: a fresh folder)
 #   WHEELS=...      folder of wheels to install first, for a machine without a package index
 #   PREBUILT=...    folder that holds _native*.so and _cuda*.so already: nothing is compiled
 #   ARCHS=90-real   what to compile for
-#   STEPS="tests formats peer bench bench_formats sanitizer sanitizer_formats"
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 export OUT=${OUT:-$PWD/build/gpu} PYTHONUNBUFFERED=1
 TARGET=${TARGET:-$(mktemp -d)}
 ARCHS=${ARCHS:-90-real}
-STEPS=${STEPS:-tests formats peer bench bench_formats sanitizer sanitizer_formats}
+STEPS=${STEPS:-tests formats peer ipc backend bench}
 PYTHON=${PYTHON:-python3}
 LOGS="$TARGET/.logs"
 mkdir -p "$OUT" "$LOGS"
+KVXFER_COMMIT=$(git rev-parse --short HEAD 2>/dev/null) && export KVXFER_COMMIT
 failed=0
 
 step() {  # name, seconds, command...: runs it with a limit, keeps its log, says how it ended
   local name=$1 limit=$2 begin=$SECONDS log="$LOGS/$1.log"
   shift 2
-  timeout "$limit" "$@" >"$log" 2>&1
+  timeout -k 5 "$limit" "$@" >"$log" 2>&1
   local status=$?
   echo "== $name: exit $status after $((SECONDS - begin)) s"
   [ $status -eq 0 ] || { failed=1; tail -n 25 "$log"; }
   return $status
 }
 
+tests() {  # name, seconds, arguments of pytest...
+  local name=$1 limit=$2
+  shift 2
+  step "$name" "$limit" "$PYTHON" -m pytest -q -x --timeout 60 -p no:cacheprovider "$@"
+  tail -n 1 "$LOGS/$name.log"
+}
+
+one_gpu() {  # a command that sees one GPU and starts processes that see the other, where there is one
+  CUDA_VISIBLE_DEVICES=0 KVXFER_PEER_GPU=$((gpus > 1 ? 1 : 0)) "$@"
+}
+
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader || exit 1
+gpus=$(nvidia-smi --list-gpus | wc -l)
 if [ -n "${WHEELS:-}" ]; then
   "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$TARGET" \
     "$WHEELS"/*.whl || exit 1
 fi
-cp -r kvxfer tests benchmarks pyproject.toml "$TARGET" || exit 1
+cp -r kvxfer tests benchmarks examples pyproject.toml "$TARGET" || exit 1
 if [ -n "${PREBUILT:-}" ]; then
   cp "$PREBUILT"/_native*.so "$PREBUILT"/_cuda*.so "$TARGET/kvxfer/" || exit 1
 else
@@ -45,48 +59,52 @@ else
     step install 30 cmake --install "$work" --prefix "$TARGET" || exit 1
 fi
 cd "$TARGET" || exit 1
-export PYTHONPATH=$TARGET${PYTHONPATH:+:$PYTHONPATH}
-ls -l kvxfer/*.so
+export PYTHONPATH=$TARGET${PYTHONPATH:+:$PYTHONPATH} PATH=$TARGET/bin:$PATH
+
+sanitized() {  # prefix of the logs, seconds, arguments of pytest...
+  local prefix=$1 limit=$2 sanitizer
+  shift 2
+  sanitizer=$(command -v compute-sanitizer) || { echo "== compute-sanitizer is not installed"; return; }
+  for tool in memcheck racecheck initcheck synccheck; do
+    step "$prefix$tool" "$limit" "$sanitizer" --tool "$tool" --error-exitcode 9 "$PYTHON" -m pytest -q \
+      -p no:cacheprovider "$@" &
+  done
+  wait # for all four; each has said how it ended, and a log without "0 errors" is one to read
+  grep -H "ERROR SUMMARY\|RACECHECK SUMMARY" "$LOGS/$prefix"{mem,race,init,sync}check.log
+}
 
 for name in $STEPS; do
   case $name in
     tests)
-      step tests 240 "$PYTHON" -m pytest -q -m "not multi_gpu" tests/gpu \
-        --ignore tests/gpu/test_cuda_formats.py --ignore tests/gpu/test_cuda_formats_mapping.py
+      tests tests 240 -m "not multi_gpu" tests/gpu \
+        --ignore tests/gpu/test_cuda_formats.py --ignore tests/gpu/test_cuda_formats_mapping.py \
+        --ignore tests/gpu/test_cuda_ipc.py
       ;;
-    formats)
-      step formats 280 "$PYTHON" -m pytest -q --maxfail=40 tests/gpu/test_cuda_formats.py
-      grep -E "^FAILED|passed|failed" "$LOGS/formats.log" | tail -n 45
-      ;;
-    peer)
-      step peer 180 "$PYTHON" -m pytest -q -m multi_gpu tests/gpu/test_cuda_peer.py tests/gpu/test_cuda_formats_peer.py
+    formats) tests formats 280 tests/gpu/test_cuda_formats.py ;;
+    peer) tests peer 180 tests/gpu/test_cuda_peer.py tests/gpu/test_cuda_formats_peer.py ;;
+    ipc) one_gpu tests ipc 280 tests/gpu/test_cuda_ipc.py ;;
+    backend)
+      one_gpu tests backend 300 tests/backends --kvxfer-backend cuda_ipc
       ;;
     bench)
-      step bench 230 "$PYTHON" benchmarks/bench_cuda_copy.py --json "$OUT/cuda_copy.json"
-      tail -c 9000 "$LOGS/bench.log"
+      # shellcheck disable=SC2086
+      step bench 240 "$PYTHON" benchmarks/bench_gpu.py --json "$OUT/gpu.json" ${BENCH:-}
+      cat "$LOGS/bench.log"
+      ;;
+    bench_copy)
+      step bench_copy 200 "$PYTHON" benchmarks/bench_cuda_copy.py --json "$OUT/cuda_copy.json"
+      tail -c 9000 "$LOGS/bench_copy.log"
       ;;
     bench_formats)
       step bench_formats 150 "$PYTHON" benchmarks/bench_cuda_formats.py --json "$OUT/cuda_formats.json"
       tail -c 9000 "$LOGS/bench_formats.log"
       ;;
     sanitizer)
-      sanitizer=$(command -v compute-sanitizer) || { echo "== sanitizer: not installed"; continue; }
-      for tool in memcheck racecheck initcheck synccheck; do
-        step "$tool" 150 "$sanitizer" --tool "$tool" --error-exitcode 9 "$PYTHON" -m pytest -q -p no:cacheprovider \
-          tests/gpu/test_cuda_copy.py -k "(whole_rows or token_rows or checksum) and not 65536 and not 100016 and not 8192" &
-      done
-      wait # for all four; each has said how it ended, and a log without "0 errors" is one to read
-      grep -H "ERROR SUMMARY\|RACECHECK SUMMARY" "$LOGS"/{mem,race,init,sync}check.log
+      sanitized "" 150 tests/gpu/test_cuda_copy.py \
+        -k "(whole_rows or token_rows or checksum) and not 65536 and not 100016 and not 8192"
       ;;
     sanitizer_formats)
-      sanitizer=$(command -v compute-sanitizer) || { echo "== sanitizer: not installed"; continue; }
-      for tool in memcheck racecheck initcheck synccheck; do
-        step "formats_$tool" 200 "$sanitizer" --tool "$tool" --error-exitcode 9 "$PYTHON" -m pytest -q \
-          -p no:cacheprovider tests/gpu/test_cuda_formats.py \
-          -k "every_pair and not infinity and (24 or 656)" &
-      done
-      wait
-      grep -H "ERROR SUMMARY\|RACECHECK SUMMARY" "$LOGS"/formats_{mem,race,init,sync}check.log
+      sanitized formats_ 200 tests/gpu/test_cuda_formats.py -k "every_pair and not infinity and (24 or 656)"
       ;;
     *) echo "unknown step $name" && failed=1 ;;
   esac

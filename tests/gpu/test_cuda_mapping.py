@@ -12,7 +12,7 @@ import pytest
 from kvxfer.cuda.native import native
 from kvxfer.cuda.plan import prepare
 from kvxfer.errors import InvalidRequest, MissingExtra
-from kvxfer.plan import ROW, PlanPart, Segments, TransferPlan
+from kvxfer.plan import ROW, Chunk, PlanPart, Segments, TransferPlan
 from tests.property import test_plans
 
 try:
@@ -39,9 +39,10 @@ class HostWalk:
             part.bind(address)
             self.tables.append(memory)
 
-    def walk(self, direction: int, chunk, wire: int = 0, variant: int = 0) -> None:
-        part = self.parts[chunk.part]
-        assert part.walk_on_host(direction, chunk.first, chunk.count, wire, SMS, variant) == 0, "misaligned"
+    def walk(self, direction: int, *chunks: Chunk, wire: int = 0) -> None:
+        """All chunks as one call, as few launches as a device would see."""
+        ranges = [(self.parts[chunk.part], chunk.first, chunk.count, wire) for chunk in chunks]
+        assert native().walk_moves(direction, ranges, SMS) == 0, "misaligned"
 
 
 def aligned(nbytes: int) -> np.ndarray:
@@ -53,8 +54,7 @@ def aligned(nbytes: int) -> np.ndarray:
 
 def by_copy(plan: TransferPlan, src: np.ndarray, dst: np.ndarray, limit: int) -> None:
     walk = HostWalk(plan, src, dst)
-    for number, chunk in enumerate(plan.chunks(limit)):
-        walk.walk(native().COPY, chunk, variant=number % native().VARIANTS)
+    walk.walk(native().COPY, *plan.chunks(limit))
 
 
 def by_packing(plan: TransferPlan, src: np.ndarray, dst: np.ndarray, limit: int) -> None:
@@ -62,10 +62,10 @@ def by_packing(plan: TransferPlan, src: np.ndarray, dst: np.ndarray, limit: int)
     for chunk in plan.chunks(limit):
         wire, expected = aligned(chunk.wire_bytes + 32), aligned(chunk.wire_bytes + 32)
         wire[:], expected[:] = 0xEE, 0xEE
-        gather.walk(native().GATHER, chunk, wire.ctypes.data + 16)
+        gather.walk(native().GATHER, chunk, wire=wire.ctypes.data + 16)
         test_plans.PreparedPlan(plan).gather(chunk, src, expected.ctypes.data + 16)
         assert np.array_equal(wire, expected), "the packed order differs from the CPU's"
-        scatter.walk(native().SCATTER, chunk, wire.ctypes.data + 16)
+        scatter.walk(native().SCATTER, chunk, wire=wire.ctypes.data + 16)
 
 
 @pytest.mark.parametrize(
@@ -166,3 +166,21 @@ def test_offsets_past_4_gib():
     by_copy(plan, np.array([src.ctypes.data], np.uint64), np.array([dst.ctypes.data], np.uint64), 1 << 20)
     for block in range(blocks):
         assert (dst[block * stride : block * stride + 512] == blocks - block).all()
+
+
+def test_many_parts_share_launches():
+    """More parts than one launch takes, of uneven sizes and widths."""
+    sizes = [4096, 16, 16384, 6, 48, 512, 528, 100_016, 32, 64, 1024, 16, 80]
+    counts = [300, 1, 5, 7, 2, 90, 3, 2, 1, 1, 40, 2, 3]
+    parts, src, dst = [], [], []
+    for region, (nbytes, count) in enumerate(zip(sizes, counts, strict=True)):
+        rows = whole_rows([nbytes], 1).parts[0].rows
+        rows["src_region"] = rows["dst_region"] = region
+        ids = np.random.default_rng(region).permutation(count).astype(np.int32)
+        parts.append(PlanPart(rows=rows, segments=Segments(src_block=ids, dst_block=ids[::-1].copy())))
+        src.append(np.random.default_rng(region).integers(0, 256, (count, nbytes), np.uint8))
+        dst.append(np.zeros_like(src[-1]))
+    plan = TransferPlan(parts=tuple(parts), src_regions=len(sizes), dst_regions=len(sizes))
+    by_copy(plan, *(np.array([a.ctypes.data for a in side], np.uint64) for side in (src, dst)), 1 << 30)
+    for part, before, after in zip(parts, src, dst, strict=True):
+        assert np.array_equal(after[part.segments.dst_block], before[part.segments.src_block])

@@ -12,21 +12,18 @@ import numpy as np
 import pytest
 
 from kvxfer import cuda
-from kvxfer.cuda.native import native
 from tests.gpu import families
 from tests.gpu.memory import Region, addresses, need_devices
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 need_devices(2)
 
-VARIANTS = range(native().VARIANTS)
 FAMILIES = {"whole": lambda: families.whole([4096, 512]), **families.TOKEN_FAMILIES}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("runs_on", [0, 1], ids=["push", "pull"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_between_two_gpus_of_a_process(family, runs_on, variant):
+def test_between_two_gpus_of_a_process(family, runs_on):
     assert cuda.can_access_peer(0, 1) and cuda.can_access_peer(1, 0)
     cuda.enable_peer_access(runs_on, 1 - runs_on)
     cuda.enable_peer_access(runs_on, 1 - runs_on)  # again: no error
@@ -41,7 +38,7 @@ def test_between_two_gpus_of_a_process(family, runs_on, variant):
     ):
         plan.upload(stream=stream.address)
         for chunk in case.plan.chunks(10_000):
-            plan.copy(chunk, stream=stream.address, variant=variant)
+            plan.copy(chunk, stream=stream.address)
         stream.synchronise()
     for region, expected in zip(dst, case.expected, strict=True):
         assert np.array_equal(region.read(), expected)

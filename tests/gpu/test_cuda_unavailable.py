@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from kvxfer import cuda
@@ -57,15 +56,3 @@ def test_streams_of_other_libraries():
     assert [cuda.stream_address(s) for s in (None, 5, Core(), Torch(), CuPy())] == [0, 5, 7, 8, 9]
     with pytest.raises(InvalidRequest, match="got str"):
         cuda.stream_address("default")
-
-
-def test_checksums_tell_damage():
-    data = np.arange(1000, dtype=np.uint8)
-    digest = cuda.checksum(data)
-    assert digest == cuda.checksum(data.tobytes()) == 0xFA06221989F4B1D9
-    swapped = data.copy()
-    swapped[[0, 8]] = swapped[[8, 0]]
-    assert (
-        len({digest, cuda.checksum(swapped), cuda.checksum(data[:-1]), cuda.checksum(np.append(data, 0))})
-        == 4
-    )

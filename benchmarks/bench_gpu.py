@@ -1,0 +1,363 @@
+"""Two GPUs, one run: kvxfer between two processes, its kernels, other libraries on the same work, and the ceilings.
+
+    python benchmarks/bench_gpu.py [--json FILE] [--steps ceilings,fetch,...] [--calls 9]
+
+Needs two GPUs that reach each other, and CuPy. This process owns GPU 0, the other one GPU 1. Bytes are counted once.
+What is measured is saved after every step, so a step that fails costs its own rows only.
+
+Steps: `ceilings` (one piece), `kernels` (the copy kernel alone, by events), `fetch` (whole fetches, from the call to
+the confirmed end; alone, and two at a time), `model` (a long prompt of DeepSeek-V4.1-Flash), `latency` (one request of
+64 tokens of it), `post` (the host's time for 100,000 pieces), `formats` (kernels of wire formats), `packed` (a fetch
+in a wire format), `peers`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import os
+import secrets
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+import bench_shm
+import peers
+import timing
+from bench_cuda_copy import Clock, Pools, scattered
+from bench_cuda_ipc import on_gpu
+
+import kvxfer
+from kvxfer import CacheLayout, Limits, cuda
+from kvxfer.layout import Group, Plane, Record, Region, Slice
+from kvxfer.models import layout_for
+from kvxfer.plan import check_blocks, join
+
+MODEL = "deepseek-ai/DeepSeek-V4.1-Flash"
+LAYERS = 64  # of the caches that `fetch` moves: a block is a piece in each
+PIECES = (512, 1024, 4096, 16384, 65536, 1 << 20)
+SMS = (8, 16)
+PUSH, PULL = (0, 1, 0), (0, 1, 1)  # device of source, destination, kernel
+POST_PIECES = 100_000
+
+Rows = Iterator[dict[str, Any]]
+
+
+def layered(piece: int, blocks: int, layers: int = LAYERS) -> CacheLayout:
+    """A cache on the GPU in which a block is `piece` bytes in each of the layers."""
+    plane = Plane(name="kv", dtype="uint8", offset=0, entries=16, entry_stride=piece // 16, unit_bytes=piece // 16)
+    record = Record(tag=f"bench.{piece}", nbytes=piece, planes=(plane,))
+    names = [f"layers.{i}" for i in range(layers)]
+    return CacheLayout(
+        regions=tuple(Region(name=name, nbytes=piece * blocks, device="cuda:0") for name in names),
+        records=(record,),
+        groups=(
+            Group(
+                name="full",
+                block_tokens=16,
+                num_blocks=blocks,
+                slices=tuple(
+                    Slice(layer=name, region=name, offset=0, block_stride=piece, record=record.tag) for name in names
+                ),
+            ),
+        ),
+        fingerprint={"model": "bench"},
+    )
+
+
+class Bench:
+    """The other process, and what is measured with it."""
+
+    def __init__(self, calls: int, total: int) -> None:
+        self.calls, self.total = calls, total
+        self.secret = secrets.token_bytes(32)
+        self.peer = bench_shm.Prefill(self.secret, gpu="1")
+        self._names = iter(range(1 << 30))
+
+    # --- whole fetches --------------------------------------------------------------------------------------
+
+    def fetches(
+        self,
+        layout: CacheLayout,
+        lists: tuple[dict[str, np.ndarray], dict[str, np.ndarray]],
+        tokens: int,
+        *,
+        max_sms: int,
+        calls: int,
+        at_once: tuple[int, ...] = (1,),
+        wire: str = "raw",
+        way: str = "mapped",
+    ) -> Iterator[tuple[int, timing.Timing, kvxfer.TransferStats]]:
+        """Seconds of a fetch, for each number of fetches that are under way together."""
+        name = f"bench-{next(self._names)}"
+        self.peer.ask("register", name, layout, "gpu")
+        limits = Limits(max_sms=max_sms)
+        with kvxfer.Connector(f"decode-{name}", ways=(way,), secret=self.secret, limits=limits) as connector:
+            cache = connector.register(bench_shm.allocate(layout, "gpu"), layout, name=name)
+            for many in at_once:
+                warm_up = 2
+                count = many * (calls + warm_up)
+                tickets = collections.deque(self.peer.ask("publish", name, lists[0], count, tokens)[0])
+                stats: list[kvxfer.TransferStats] = []
+
+                def fetch(_: None, many=many, tickets=tickets, stats=stats) -> None:
+                    under_way = [
+                        cache.fetch(tickets.popleft(), into=lists[1], wire=wire, timeout_s=60) for _ in range(many)
+                    ]
+                    stats[:] = [transfer.wait() for transfer in under_way]
+                    assert stats[0].way == way, stats[0]
+
+                result = timing.measure(fetch, [None], calls=calls, warm_up=warm_up)
+                yield many, result, stats[0]
+
+    def fetch(self) -> Rows:
+        """Scattered blocks of a cache of many layers, and the same bytes in one layer."""
+        cases = [(piece, LAYERS) for piece in PIECES] + [(4096, 1)]
+        for piece, layers in cases:
+            blocks = self.total // piece // layers
+            layout = layered(piece, blocks, layers)
+            lists = tuple({"full": np.random.default_rng(s).permutation(blocks).astype(np.int32)} for s in (1, 2))
+            for sms in SMS:
+                for many, result, stats in self.fetches(
+                    layout, lists, 16 * blocks, max_sms=sms, calls=self.calls, at_once=(1, 2)
+                ):
+                    yield {
+                        "what": "fetch",
+                        "piece": piece,
+                        "layers": layers,
+                        "max_sms": sms,
+                        "at_once": many,
+                        "posted_us": stats.posted_s * 1e6,
+                    } | _rate(many * stats.bytes, result)
+                    _tidy()
+
+    def model(self) -> Rows:
+        """1,048,576 tokens of DeepSeek-V4.1-Flash, in vLLM's blocks."""
+        tokens = 1 << 20
+        layout, lists = request(tokens)
+        for sms in SMS:
+            for _, result, stats in self.fetches(layout, lists, tokens, max_sms=sms, calls=self.calls):
+                yield {"what": "model", "tokens": tokens, "max_sms": sms} | _rate(stats.bytes, result)
+            _tidy()
+
+    def latency(self) -> Rows:
+        """One request of 64 tokens: from the handle to done."""
+        layout, lists = request(64)
+        calls = 300
+        for _, result, stats in self.fetches(layout, lists, 64, max_sms=16, calls=calls):
+            yield {"what": "latency", "tokens": 64, "bytes": stats.bytes, "p50_us": result.median_s * 1e6} | {
+                "low_us": result.low_s * 1e6,
+                "high_us": result.high_s * 1e6,
+                "best_us": result.best_s * 1e6,
+            }
+
+    def packed(self) -> Rows:
+        """bf16 blocks that cross in another format, packed by one end and unpacked by the other."""
+        tokens = self.total // 8 // (32 * 2 * 8 * 128 * 2) // 16 * 16
+        layout = on_gpu(
+            CacheLayout.paged(
+                layers=[f"layers.{i}" for i in range(32)],
+                num_blocks=tokens // 16,
+                block_tokens=16,
+                kv_heads=8,
+                head_dim=128,
+                dtype="bfloat16",
+            )
+        )
+        (group,) = layout.groups
+        lists = tuple({group.name: np.random.default_rng(s).permutation(tokens // 16).astype(np.int32)} for s in (1, 2))
+        for wire in ("raw", "nvfp4"):
+            for _, result, stats in self.fetches(
+                layout, lists, tokens, max_sms=16, calls=3, wire=wire, way="packed"
+            ):
+                yield {"what": "packed", "wire": wire, "wire_bytes": stats.wire_bytes} | _rate(stats.bytes, result)
+                _tidy()
+
+    # --- within this process --------------------------------------------------------------------------------
+
+    def ceilings(self) -> Rows:
+        """The same bytes in one piece, by what the runtime chooses."""
+        source, target, other = (cuda.DeviceMemory(self.total, device=device) for device in (0, 0, 1))
+        clock = Clock(0)
+        stream = clock.stream.address
+        for what, call in (
+            ("within a GPU", lambda: cuda.copy_bytes(
+                target.address, source.address, self.total, device=0, stream=stream)),
+            ("push", lambda: cuda.copy_bytes_peer(
+                other.address, 1, source.address, 0, self.total, device=0, stream=stream)),
+            ("pull", lambda: cuda.copy_bytes_peer(
+                target.address, 0, other.address, 1, self.total, device=0, stream=stream)),
+        ):  # fmt: skip
+            yield {"what": "ceiling", "way": what} | _rate(self.total, self._timed(call, clock))
+
+    def kernels(self) -> Rows:
+        """The copy kernel on scattered pieces, without a connector around it."""
+        pools = Pools(2 * self.total, 2)
+        for way, (src, dst, runs_on), limits in (("push", PUSH, SMS), ("pull", PULL, SMS), ("local", (0, 0, 0), (0,))):
+            clock = Clock(runs_on)
+            for piece in PIECES[:5]:
+                plan = scattered(piece, self.total, pools.nbytes)
+                bases = [pools.bases(side, device, 1, pools.nbytes) for side, device in (("src", src), ("dst", dst))]
+                with cuda.PreparedCudaPlan(plan, device=runs_on, src_bases=bases[0], dst_bases=bases[1]) as prepared:
+                    prepared.upload(stream=clock.stream.address)
+                    chunks = list(plan.chunks(1 << 62))
+                    for sms in limits:
+                        result = self._timed(
+                            lambda prepared=prepared, chunks=chunks, sms=sms, clock=clock: prepared.copy(
+                                chunks, stream=clock.stream.address, max_sms=sms
+                            ),
+                            clock,
+                        )
+                        row = {"what": "kernel", "way": way, "piece": piece, "max_sms": sms}
+                        yield row | _rate(plan.nbytes, result)
+
+    def post(self) -> Rows:
+        """From block lists to an enqueued kernel: checks, plan, tables, upload, launch."""
+        stream = cuda.Stream(device=0)
+        memory = [cuda.DeviceMemory(2 * 4096 * POST_PIECES, device=0) for _ in range(2)]
+        pinned, tables = cuda.PinnedMemory(8 << 20), cuda.DeviceMemory(8 << 20, device=0)
+        for layers in (1, 100):
+            blocks = POST_PIECES // layers
+            layout = layered(4096, blocks, layers)
+            (joined,) = join([layout], layout)
+            ids = [{"full": np.random.default_rng(s).permutation(blocks).astype(np.int32)} for s in (1, 2)]
+            bases = [
+                np.uint64(m.address) + np.arange(layers, dtype=np.uint64) * np.uint64(4096 * blocks) for m in memory
+            ]
+
+            def enqueue(layout=layout, joined=joined, ids=ids, bases=bases, tokens=16 * blocks) -> None:
+                src = check_blocks(layout, ids[0], tokens=tokens, role="source")
+                dst = check_blocks(layout, ids[1], tokens=tokens, role="destination")
+                plan = joined.plan_checked(src, dst, tokens=tokens)
+                prepared = cuda.PreparedCudaPlan(plan, device=0, src_bases=bases[0], dst_bases=bases[1])
+                prepared.upload(stream=stream.address, memory=tables.address, pinned=pinned.array)
+                prepared.copy(list(plan.chunks(1 << 30)), stream=stream.address, max_sms=16)
+
+            def clock(call: Callable[[], Any]) -> float:
+                seconds = timing.host_clock(call)
+                stream.synchronise()
+                return seconds
+
+            result = timing.measure(lambda _, e=enqueue: e(), [None], calls=30, clock=clock)
+            yield {"what": "post", "pieces": POST_PIECES, "layers": layers, "host_us": result.median_s * 1e6}
+
+    def formats(self) -> Rows:
+        """Gather and pack, into this GPU and into the peer; unpack and scatter. Bytes are of bf16."""
+        import bench_cuda_formats
+
+        cuda.enable_peer_access(0, 1)
+        inner = bench_cuda_formats.Bench(bench_cuda_formats.Caches(2 * self.total, 2), self.calls, True)
+        for wire in ("nvfp4", "mxfp4", "fp8_e4m3", *bench_cuda_formats.SLOW_WIRES):
+            inner.format(wire, (0,))
+        for row in inner.results:
+            yield {"what": "format", "wire": row["wire"], "way": row["what"]} | _rate(row["nbytes"], row["timing"])
+
+    def _timed(self, call: Callable[[], Any], clock: Clock) -> timing.Timing:
+        return timing.measure(lambda _: call(), [None], calls=self.calls, warm_up=1, clock=clock)
+
+
+def request(tokens: int) -> tuple[CacheLayout, tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]:
+    """The model's cache on a GPU, with random blocks for the source and the destination of one request."""
+    plain = layout_for(MODEL)
+    counts = {group.name: min(group.blocks_for(tokens), group.tail_blocks) for group in plain.groups}
+    blocks = sum(counts.values()) + 16
+    layout = on_gpu(layout_for(MODEL, num_blocks=blocks))
+    lists = []
+    for seed in (1, 2):
+        ids = np.random.default_rng(seed).permutation(blocks).astype(np.int32)
+        ends = np.cumsum(list(counts.values()))
+        lists.append(dict(zip(counts, np.split(ids, ends)[:-1], strict=True)))
+    return layout, tuple(lists)
+
+
+def of_peers(total: int, calls: int, timeout_s: float) -> Rows:
+    """Other libraries, each in a process of its own."""
+    work = peers.Work(total=total // 2, pieces=(4096, 65536), calls=calls)
+    for name in peers.NAMES:
+        for row in peers.measured(name, work, timeout_s=timeout_s):
+            yield {**row, "what": "peer", "name": row.get("what", "")}
+
+
+def _rate(nbytes: int, result: timing.Timing) -> dict[str, Any]:
+    return {
+        "nbytes": nbytes,
+        "gb_s": result.rate(nbytes),
+        "low": nbytes / result.high_s / 1e9,
+        "high": nbytes / result.low_s / 1e9,
+        "milliseconds": result.median_s * 1e3,
+    }
+
+
+def _tidy() -> None:
+    """Give the memory of caches that are gone back to the device."""
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+def _line(row: dict[str, Any]) -> str:
+    shown = {key: value for key, value in row.items() if key not in ("nbytes", "low", "high")}
+    return "  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in shown.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--steps", default="", help="comma-separated; default: all")
+    parser.add_argument("--megabytes", type=int, default=1024, help="moved by a call (default %(default)s MiB)")
+    parser.add_argument("--calls", type=int, default=9, help="measured calls of each row (default %(default)s)")
+    parser.add_argument("--peer-timeout", type=float, default=40, help="seconds for a peer's row (default %(default)s)")
+    args = parser.parse_args()
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # peers' memory is reached through two devices here
+    if reason := cuda.why_unavailable():
+        raise SystemExit(f"bench_gpu needs GPUs: {reason}")
+    if cuda.device_count() < 2 or not cuda.can_access_peer(0, 1):
+        raise SystemExit("bench_gpu needs two GPUs that reach each other")
+    cuda.enable_peer_access(0, 1)
+    cuda.enable_peer_access(1, 0)
+    total = args.megabytes << 20
+    bench = Bench(args.calls, total)
+    steps: dict[str, Callable[[], Rows]] = {
+        "ceilings": bench.ceilings,
+        "kernels": bench.kernels,
+        "fetch": bench.fetch,
+        "model": bench.model,
+        "latency": bench.latency,
+        "post": bench.post,
+        "formats": bench.formats,
+        "packed": bench.packed,
+        "peers": lambda: of_peers(total, args.calls, args.peer_timeout),
+    }
+    wanted = args.steps.split(",") if args.steps else list(steps)
+    if unknown := set(wanted) - steps.keys():
+        raise SystemExit(f"unknown steps {sorted(unknown)}; there are {', '.join(steps)}")
+    major, minor = cuda.compute_capability(0)
+    gpu = {"compute_capability": f"{major}.{minor}", "sms": cuda.sm_count(0), "driver": cuda.driver_version()}
+    environment = timing.environment(gpus=cuda.device_count(), **gpu)
+    results: list[dict[str, Any]] = []
+    failed = False
+    for name in wanted:
+        started = time.perf_counter()
+        try:
+            for row in steps[name]():
+                results.append(row)
+                print(_line(row), flush=True)
+        except Exception:  # what the other steps measure is worth having
+            failed = True
+            traceback.print_exc()
+            results.append({"what": name, "failed": traceback.format_exc(limit=1).splitlines()[-1]})
+        print(f"-- {name}: {time.perf_counter() - started:.1f} s", flush=True)
+        if args.json:
+            timing.save(args.json, environment, results)
+    bench.peer.pipe.close()
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

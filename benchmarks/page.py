@@ -1,0 +1,197 @@
+"""Fills docs/benchmarks.md from the JSON in benchmarks/results: tables and what they were measured on.
+
+python benchmarks/page.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import tables
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+SMS = (4, 8, 16, 32, 64, 132)
+VARIANT = "768x8"
+
+
+def load(name: str) -> tuple[dict, list[dict]]:
+    """The environment and the results of one file."""
+    content = json.loads((RESULTS / name).read_text())
+    return content["environment"], content["results"]
+
+
+def shm() -> str:
+    """Host memory between two processes."""
+    environment, [result] = load("shm.json")
+    kinds = list(dict.fromkeys(row["row"] for row in result["rows"]))
+    sizes = list(dict.fromkeys(row["block_kib"] for row in result["rows"]))
+    cells = {(row["row"], row["block_kib"]): row for row in result["rows"]}
+    body = [
+        [kind]
+        + [
+            f"{cells[kind, size]['gigabytes_per_s']:.2f} ({cells[kind, size]['low']:.2f} to "
+            f"{cells[kind, size]['high']:.2f}), x{cells[kind, size]['of_plain_gather']:.2f}"
+            for size in sizes
+        ]
+        for kind in kinds
+    ]
+    control, plan = result["control"], result["plan"]
+    return (
+        tables.markdown(
+            ["GB/s: median (quartiles), ratio to the same kernel"] + [f"{s} KiB blocks" for s in sizes], body
+        )
+        + f"\n\nOne block: publish {control['publish_us']:.0f} us, fetch p50 {control['fetch_p50_us']:.0f} us, "
+        f"p99 {control['fetch_p99_us']:.0f} us. A plan of {plan['blocks']:,} blocks: {plan['median_ms']:.1f} ms.\n\n"
+        f"{_where(environment)}"
+    )
+
+
+def cuda_copy() -> str:
+    """The copy kernel on GPUs."""
+    environment, results = load("h200x2/cuda_copy.json")
+    ceilings = {r["way"]: r["gb_s"] for r in results if r["what"] == "ceiling: one piece"}
+    sections = []
+    for way, title in (("push", "into the peer (push)"), ("pull", "out of the peer (pull)"), ("local", "within a GPU")):
+        rows = [r for r in results if r["what"] == "copy" and r["way"] == way and r.get("variant", VARIANT) == VARIANT]
+        cells = {(r["piece"], r["max_sms"]): r["gb_s"] for r in rows}
+        pieces = sorted({r["piece"] for r in rows})
+        body = [[f"{piece:,} B"] + [f"{cells[piece, sms]:.0f}" for sms in SMS] for piece in pieces]
+        peers = [r for r in results if r["what"].startswith("peer") and r["way"] == way]
+        others = "; ".join(f"{r['what'].removeprefix('peer: ')} {r['piece']:,} B {r['gb_s']:.1f}" for r in peers)
+        others = f" Others on the same blocks: {others}." if others else ""
+        sections.append(
+            f"**{title}**, GB/s; one piece of as many bytes: {ceilings[way]:.0f}.{others}"
+            "\n\n" + tables.markdown(["scattered pieces"] + [f"{sms} SMs" for sms in SMS], body)
+        )
+    return "\n\n".join(sections) + f"\n\n{_where(environment)}"
+
+
+def cuda_formats() -> str:
+    """Formats on a GPU."""
+    environment, results = load("h200x2/cuda_formats.json")
+    ceilings = [r for r in results if r["what"].startswith("ceiling")]
+    rows = [r for r in results if r.get("max_sms") == SMS[-1]]
+    cells = {(r["wire"], r["cache"], r["what"]): r["tb_s"] for r in rows}
+    ways = list(dict.fromkeys(r["what"] for r in rows))
+    body = [
+        [f"`{wire}`", cache] + [f"{cells[wire, cache, way]:.2f}" for way in ways]
+        for wire, cache in dict.fromkeys((r["wire"], r["cache"]) for r in rows)
+    ]
+    best = ", ".join(f"{r['what'].removeprefix('ceiling: ')} {r['tb_s']:.2f}" for r in ceilings)
+    return (
+        tables.markdown(["wire format", "cache", *ways], body) + f"\n\nCeilings, TB/s: {best}.\n\n{_where(environment)}"
+    )
+
+
+def cuda_ipc() -> str:
+    """Whole fetches between GPUs of two processes."""
+    environment, [result] = load("h200x2/cuda_ipc.json")
+    body = [
+        [
+            f"{row['block_kib']} KiB",
+            row["row"],
+            f"{row['gigabytes_per_s']:.0f} ({row['low']:.0f} to {row['high']:.0f})",
+            f"{row['of_ceiling']:.2f}",
+        ]
+        for row in result["rows"]
+    ]
+    control = result["control"]
+    return (
+        tables.markdown(["blocks", "", "GB/s: median (quartiles)", "of one plain copy"], body)
+        + f"\n\nOne plain copy: {result['ceiling']['gigabytes_per_s']:.0f} GB/s. One block: fetch p50 "
+        f"{control['fetch_p50_us']:.0f} us, p99 {control['fetch_p99_us']:.0f} us.\n\n{_where(environment)}"
+    )
+
+
+def gpu() -> str:
+    """What is asked of two GPUs, what one run reached, and others on the same work."""
+    if not (RESULTS / "h200x2" / "gpu.json").exists():
+        return "Not run yet with this version: `benchmarks/bench_gpu.py` makes this table. Older runs are below."
+    environment, results = load("h200x2/gpu.json")
+
+    def rate(what: str, **wanted: object) -> float | None:
+        found = [r for r in results if r["what"] == what and all(r.get(k) == v for k, v in wanted.items())]
+        return found[0].get("gb_s") if found else None
+
+    def least(what: str, pieces: tuple[int, ...], **wanted: object) -> float | None:
+        rates = [rate(what, piece=piece, **wanted) for piece in pieces]
+        return None if None in rates else min(rates)
+
+    def value(what: str, key: str, **wanted: object) -> float | None:
+        found = [r for r in results if r["what"] == what and all(r.get(k) == v for k, v in wanted.items())]
+        return found[0].get(key) if found else None
+
+    def tera(wire: str, way: str) -> float | None:
+        found = rate("format", wire=wire, way=way)
+        return None if found is None else found / 1e3
+
+    sizes = (4096, 16384, 65536, 1 << 20)
+    alone, together = {"layers": 64, "at_once": 1}, {"layers": 64, "at_once": 2}
+    goals = [
+        ("fetch, 4 KiB to 1 MiB pieces, 16 SMs", "GB/s", 360, least("fetch", sizes, max_sms=16, **alone)),
+        ("the same, two fetches at a time", "GB/s", 360, least("fetch", sizes, max_sms=16, **together)),
+        ("fetch, 1 KiB pieces, 16 SMs", "GB/s", 330, least("fetch", (1024,), max_sms=16, **alone)),
+        ("fetch, 512 B pieces, 16 SMs", "GB/s", 300, least("fetch", (512,), max_sms=16, **alone)),
+        ("fetch, 4 to 64 KiB pieces, 8 SMs", "GB/s", 352, least("fetch", sizes[:3], max_sms=8, **alone)),
+        ("kernel, pull, 4 to 64 KiB pieces, 16 SMs", "GB/s", 360, least("kernel", sizes[:3], way="pull", max_sms=16)),
+        ("kernel, pull, 4 to 64 KiB pieces, 8 SMs", "GB/s", 352, least("kernel", sizes[:3], way="pull", max_sms=8)),
+        ("kernel within a GPU, 4 KiB pieces", "GB/s", 1900, least("kernel", (4096,), way="local")),
+        ("DeepSeek-V4.1-Flash, 1,048,576 tokens, 16 SMs", "ms", -2.7, value("model", "milliseconds", max_sms=16)),
+        ("bf16 to NVFP4, gather and pack", "TB/s", 3.0, tera("nvfp4", "pack")),
+        ("NVFP4 to bf16, unpack and scatter", "TB/s", 3.0, tera("nvfp4", "unpack")),
+        ("bf16 to NVFP4, packed into the peer", "TB/s", 1.27, tera("nvfp4", "pack into the peer")),
+        ("fp8 pack", "TB/s", 2.6, tera("fp8_e4m3", "pack")),
+        ("bf16 to NVFP4 to peer to bf16, two processes", "GB/s", 1200, rate("packed", wire="nvfp4")),
+        ("one V4.1 request of 64 tokens, p50", "us", -250, value("latency", "p50_us")),
+        ("host time for 100,000 pieces in 100 layers", "us", -1000, value("post", "host_us", layers=100)),
+        ("host time for 100,000 pieces in one layer", "us", -1000, value("post", "host_us", layers=1)),
+    ]  # a goal below zero is a limit
+    body = [
+        [what, f"{'at most' if goal < 0 else 'at least'} {abs(goal):g} {unit}", _reached(found, goal, unit)]
+        for what, unit, goal, found in goals
+    ]
+    ceilings = ", ".join(f"{r['way']} {r['gb_s']:.0f}" for r in results if r["what"] == "ceiling")
+    others = [
+        [r["peer"], r.get("name", ""), f"{r['piece']:,} B" if "piece" in r else "", _rate_or_reason(r)]
+        for r in results
+        if r["what"] == "peer"
+    ]
+    return (
+        tables.markdown(["what", "wanted", "reached"], body)
+        + f"\n\nCeilings, one piece, GB/s: {ceilings}.\n\nOthers on the same work, in the same run:\n\n"
+        + tables.markdown(["library", "what", "pieces", "GB/s"], others)
+        + f"\n\n{_where(environment)}"
+    )
+
+
+def _reached(found: float | None, goal: float, unit: str) -> str:
+    if found is None:
+        return "not measured"
+    met = found <= -goal if goal < 0 else found >= goal
+    return f"{found:.3g} {unit}" + ("" if met else ", short")
+
+
+def _rate_or_reason(row: dict) -> str:
+    if "skipped" in row:
+        return f"skipped: {row['skipped'].splitlines()[0][:80]}"
+    quota = f" ({row['max_sms']} SMs)" if "max_sms" in row else ""
+    return f"{row['gb_s']:.1f}{quota}"
+
+
+def _where(environment: dict) -> str:
+    shown = ", ".join(f"{key} {value}" for key, value in environment.items() if value not in ("unknown", ""))
+    return f"Measured on: {shown}."
+
+
+def main() -> None:
+    made = {"gpu": gpu, "shm": shm, "cuda-copy": cuda_copy, "cuda-formats": cuda_formats, "cuda-ipc": cuda_ipc}
+    for name, make in made.items():
+        tables.replace(PAGE, name, make())
+
+
+if __name__ == "__main__":
+    main()
