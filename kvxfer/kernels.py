@@ -71,12 +71,23 @@ class PreparedPackedPlan:
         self._raw = None if plan.raw is None else PreparedPlan(plan.raw)
         self._parts = [_prepare_packed(part) for part in plan.parts]
 
-    def pack(self, chunk: Chunk, src_bases: np.ndarray, wire: int, *, threads: int = 1, check: bool = True) -> None:
+    def pack(
+        self,
+        chunk: Chunk,
+        src_bases: np.ndarray,
+        wire: int,
+        *,
+        threads: int = 1,
+        check: bool = True,
+        wire_on_gpu: bool = False,
+    ) -> None:
         """Source blocks to the packed bytes at address `wire`, which has room for ``chunk.wire_bytes``.
 
+        `wire_on_gpu` is for blocks on a GPU only (`cuda.mover.CudaPackedPlan`).
         With `check`, NaN or infinity under a lossy codec raises NonFiniteValue when the chunk is packed;
         without, they saturate (`formats.elements.finite`).
         """
+        assert not wire_on_gpu, "the CPU's kernels do not reach a GPU's memory"
         if not self.plan.packs:
             raise InvalidRequest("this plan was made without the source's block ids and cannot pack")
         if self._raw is not None:
@@ -91,8 +102,11 @@ class PreparedPackedPlan:
                 "them saturate"
             )
 
-    def unpack(self, chunk: Chunk, wire: int, dst_bases: np.ndarray, *, threads: int = 1) -> None:
+    def unpack(
+        self, chunk: Chunk, wire: int, dst_bases: np.ndarray, *, threads: int = 1, wire_on_gpu: bool = False
+    ) -> None:
         """The packed bytes at address `wire` to destination blocks."""
+        assert not wire_on_gpu, "the CPU's kernels do not reach a GPU's memory"
         if not self.plan.unpacks:
             raise InvalidRequest("this plan was made without the destination's block ids and cannot unpack")
         if self._raw is not None:

@@ -36,17 +36,18 @@ class Metrics:
     @classmethod
     def of(cls, node: Node) -> Metrics:
         """The numbers of a connector as of now."""
-        staging, shelf, leases = node.staging_in_use, node.shelf_in_use, node.leases
+        leases, rings = node.leases, list(node.rings.items())
+        staging = [ring for (use, _), ring in rings if use == "staging"]
         return cls(
             leases=len(leases),
             lease_slots_in_use=node.numbers.in_use,
             reservations=len(node.promises) - len(leases),
             transfers=len(node.active),
             peers=len(node.directory.peers),
-            staging_bytes=staging.nbytes if staging else 0,
-            staging_lent_bytes=staging.lent_bytes if staging else 0,
-            staging_waiting=staging.waiting if staging else 0,
-            shelf_lent_bytes=shelf.lent_bytes if shelf else 0,
+            staging_bytes=sum(ring.nbytes for ring in staging),
+            staging_lent_bytes=sum(ring.lent_bytes for ring in staging),
+            staging_waiting=sum(ring.waiting for ring in staging),
+            shelf_lent_bytes=sum(ring.lent_bytes for (use, _), ring in rings if use == "shelf"),
             packed_ahead_total=dict(node.packed_ahead),
             quarantined=node.quarantined,
             transfers_total=dict(node.transfers_total),

@@ -140,10 +140,7 @@ class Node:
         self._memory: list[Registration] = []
         self._table: LeaseTable | None = None
         self._table_handles: RegionHandles | None = None
-        self._staging: StagingRing | None = None
-        self._outbox: StagingRing | None = None
-        self._shelf: StagingRing | None = None
-        self._shelf_handles: RegionHandles | None = None
+        self.rings: dict[tuple[str, str], StagingRing] = {}  # by use and device
         self._lock = threading.RLock()
         self._expiry: Timer | None = None
         self._expiry_due = float("inf")
@@ -276,55 +273,33 @@ class Node:
                 self._table = LeaseTable(_bytes_of(memory), self.limits.lease_slots)
             return self._table
 
-    @property
-    def staging(self) -> StagingRing:
-        """The staging ring, allocated at first use. Any thread. Raises SharedMemoryFull."""
-        with self._lock:
-            if self._staging is None:
-                units = max(1, self.limits.staging_bytes // UNIT_BYTES)
-                memory, self.staging_handles = self._allocate(units * UNIT_BYTES)
-                self._staging = StagingRing(memory)
-            return self._staging
+    def ring(self, use: str, device: str = "cpu") -> StagingRing:
+        """Bounded registered memory for a use, on the host or on a GPU; allocated at first use. Any thread.
 
-    @property
-    def outbox(self) -> StagingRing:
-        """Where chunks are gathered for peers whose staging has no address here; allocated at first use. Any thread.
+        - staging: lent to peers, which write chunks into it, or used to read theirs;
+        - outbox: where chunks are gathered for peers whose staging has no address here. Apart from staging, and lent
+          for the time of one write: so no chunk waits here for one that waits at a peer;
+        - shelf: where leases lie packed ahead.
 
-        Apart from `staging`, and lent for the time of one write: so no chunk waits here for one that waits at a peer.
+        Raises SharedMemoryFull, ResourceExhausted, BackendError.
         """
         with self._lock:
-            if self._outbox is None:
-                units = max(1, self.limits.staging_bytes // UNIT_BYTES)
-                memory, _ = self._allocate(units * UNIT_BYTES)
-                self._outbox = StagingRing(memory)
-            return self._outbox
+            ring = self.rings.get((use, device))
+            if ring is None:
+                nbytes = self.limits.shelf_bytes if use == "shelf" else self.limits.staging_bytes
+                memory, handles = self._allocate(max(1, nbytes // UNIT_BYTES) * UNIT_BYTES, device)
+                ring = self.rings[use, device] = StagingRing(memory, handles, device=device)
+                if use == "shelf":
+                    self.progress.post(self.directory.announce)
+            return ring
 
-    @property
-    def shelf(self) -> StagingRing:
-        """Where leases lie packed ahead; allocated at first use, and told to peers then. Any thread."""
-        with self._lock:
-            if self._shelf is None:
-                units = max(1, self.limits.shelf_bytes // UNIT_BYTES)
-                memory, self._shelf_handles = self._allocate(units * UNIT_BYTES)
-                self._shelf = StagingRing(memory)
-                self.progress.post(self.directory.announce)
-            return self._shelf
-
-    @property
-    def staging_in_use(self) -> StagingRing | None:
-        """The staging ring if it has been allocated."""
-        return self._staging
-
-    @property
-    def shelf_in_use(self) -> StagingRing | None:
-        """The shelf if it has been allocated."""
-        return self._shelf
-
-    def _allocate(self, nbytes: int) -> tuple[Registration, RegionHandles]:
+    def _allocate(self, nbytes: int, device: str = "cpu") -> tuple[Registration, RegionHandles]:
         """Memory that peers of every backend can reach, and how each opens it.
 
-        One that can be mapped where a backend makes such memory; the other backends register it.
+        In host memory one that can be mapped where a backend makes such memory; the other backends register it.
         """
+        if device != "cpu":
+            return self._allocate_on_gpu(nbytes, device)
         maker = next((b for b in self.backends.values() if b.capabilities.mapped), next(iter(self.backends.values())))
         memory = maker.allocate(nbytes)
         self._memory.append(memory)  # stays mapped as long as somebody may look at it
@@ -333,12 +308,22 @@ class Node:
         handles = {name: registration.handle for name, registration in others.items()}
         return memory, RegionHandles(nbytes=nbytes, handles={maker.name: memory.handle, **handles})
 
+    def _allocate_on_gpu(self, nbytes: int, device: str) -> tuple[Registration, RegionHandles]:
+        from kvxfer.cuda import DeviceMemory
+
+        memory = DeviceMemory(nbytes, device=int(device.removeprefix("cuda:")))
+        reaching = {n: b for n, b in self.backends.items() if "cuda" in b.capabilities.devices}
+        registered = {name: b.register(memory.address, nbytes, device) for name, b in reaching.items()}
+        self._memory.extend(registered.values())
+        handles = RegionHandles(nbytes=nbytes, handles={name: r.handle for name, r in registered.items()})
+        return Registration(address=memory.address, nbytes=nbytes, handle=b"", keep_alive=memory), handles
+
     def describe(self, reply: bool) -> Description:
         """What this connector has, for a peer."""
         return Description(
             backends={name: backend.hello() for name, backend in self.backends.items()},
             lease_table=self._table_handles,
-            shelf=self._shelf_handles,
+            shelf=self.rings["shelf", "cpu"].handles if ("shelf", "cpu") in self.rings else None,
             caches=tuple(
                 CacheInfo(name=name, layout=cache.layout.unbound(), regions=cache.handles, scales=cache.scales)
                 for name, cache in self.caches.items()

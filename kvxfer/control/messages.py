@@ -119,7 +119,8 @@ class Renew(Message, tag="renew"):
 class PackedOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Staging that the receiving side lends: `slots` buffers of `slot_bytes`, one after another, from `offset`.
 
-    Each takes a chunk header and the chunk, in wire format `wire`, with a checksum when `checksums` asks for it.
+    Each takes a chunk header and the chunk, in wire format `wire`, with a checksum when `checksums` asks for it. With
+    `headers_apart` (staging on a GPU) the header's place stays free and it comes with the message `Chunk`.
     """
 
     staging: RegionHandles
@@ -128,6 +129,7 @@ class PackedOffer(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     wire: str
     checksums: bool
+    headers_apart: bool
 
 
 class Sources(Message, tag="sources"):
@@ -186,12 +188,13 @@ class Grant(Message, tag="grant"):
 
 
 class Chunk(Message, tag="chunk"):
-    """Chunk `index` of stage `stage` lies in staging slot `slot`."""
+    """Chunk `index` of stage `stage` lies in staging slot `slot`; its header, where headers come apart."""
 
     transfer: int
     stage: int
     index: int
     slot: int
+    header: bytes
 
 
 class Credit(Message, tag="credit"):

@@ -71,22 +71,33 @@ class CudaPlan:
 
 
 class CudaPackedPlan:
-    """A packed plan for blocks in the memory of one GPU; the packed bytes lie in host memory."""
+    """A packed plan for blocks in the memory of one GPU; the packed bytes lie in host memory, or on that GPU."""
 
     def __init__(self, plan: PackedPlan, lanes: Lanes, *, max_sms: int) -> None:
         self.plan = plan
         self._lanes, self._max_sms = lanes, max_sms
 
-    def pack(self, chunk: Chunk, src_bases: np.ndarray, wire: int, *, threads: int = 1, check: bool = True) -> None:
-        """Source blocks to the packed bytes at address `wire`.
+    def pack(
+        self,
+        chunk: Chunk,
+        src_bases: np.ndarray,
+        wire: int,
+        *,
+        threads: int = 1,
+        check: bool = True,
+        wire_on_gpu: bool = False,
+    ) -> None:
+        """Source blocks to the packed bytes at address `wire`, of this GPU with `wire_on_gpu`, else of the host.
 
         With `check`, raises NonFiniteValue for NaN or infinity under a lossy codec.
         """
         with self._lanes.lane() as lane:
-            prepared, scratch = self._prepare(lane, src_bases, None), lane.scratch(chunk.wire_bytes)
+            prepared = self._prepare(lane, src_bases, None)
+            packed = wire if wire_on_gpu else lane.scratch(chunk.wire_bytes)
             flag = lane.cleared_flag()
-            prepared.pack(chunk, scratch, stream=lane.queue, max_sms=self._max_sms, nonfinite=flag)
-            copy_bytes(wire, scratch, chunk.wire_bytes, device=lane.device, stream=lane.queue)
+            prepared.pack(chunk, packed, stream=lane.queue, max_sms=self._max_sms, nonfinite=flag)
+            if not wire_on_gpu:
+                copy_bytes(wire, packed, chunk.wire_bytes, device=lane.device, stream=lane.queue)
             lane.finish()
             if check and lane.flag_is_set():
                 raise NonFiniteValue(
@@ -94,12 +105,16 @@ class CudaPackedPlan:
                     "send this cache with wire='raw', or switch the check off to let them saturate"
                 )
 
-    def unpack(self, chunk: Chunk, wire: int, dst_bases: np.ndarray, *, threads: int = 1) -> None:
-        """The packed bytes at address `wire` to destination blocks."""
+    def unpack(
+        self, chunk: Chunk, wire: int, dst_bases: np.ndarray, *, threads: int = 1, wire_on_gpu: bool = False
+    ) -> None:
+        """The packed bytes at address `wire`, as `pack` left them, to destination blocks."""
         with self._lanes.lane() as lane:
-            prepared, scratch = self._prepare(lane, None, dst_bases), lane.scratch(chunk.wire_bytes)
-            copy_bytes(scratch, wire, chunk.wire_bytes, device=lane.device, stream=lane.queue)
-            prepared.unpack(chunk, scratch, stream=lane.queue, max_sms=self._max_sms)
+            prepared, packed = self._prepare(lane, None, dst_bases), wire
+            if not wire_on_gpu:
+                packed = lane.scratch(chunk.wire_bytes)
+                copy_bytes(packed, wire, chunk.wire_bytes, device=lane.device, stream=lane.queue)
+            prepared.unpack(chunk, packed, stream=lane.queue, max_sms=self._max_sms)
 
     def _prepare(self, lane: Lane, src: np.ndarray | None, dst: np.ndarray | None) -> PreparedCudaPackedPlan:
         prepared = PreparedCudaPackedPlan(self.plan, device=lane.device, src_bases=src, dst_bases=dst)

@@ -113,10 +113,11 @@ class ChunkHeader:
             checksum=None if kind is None else Checksum(kind, value),
         )
 
-    def check(self, payload: Buffer, *, expected: ChunkHeader | None = None) -> None:
+    def check(self, payload: Buffer | None, *, expected: ChunkHeader | None = None) -> None:
         """That `payload` is what this header announces, and that the header is the `expected` one.
 
-        Of `expected` everything but the checksum is compared. Raises InvalidChunk or ChecksumMismatch;
+        Of `expected` everything but the checksum is compared. None for a payload that the host cannot read: then
+        nothing else is. Raises InvalidChunk or ChecksumMismatch;
         MissingExtra where the checksum is xxh3 and xxhash is not installed.
         """
         if expected is not None:
@@ -124,6 +125,8 @@ class ChunkHeader:
                 ours, theirs = getattr(expected, field), getattr(self, field)
                 if ours != theirs:
                     raise InvalidChunk(f"chunk {field}: expected {ours}, the header says {theirs}")
+        if payload is None:
+            return
         nbytes = memoryview(payload).nbytes
         if nbytes != self.payload_bytes:
             raise InvalidChunk(f"the header announces {self.payload_bytes} bytes, got {nbytes}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -29,34 +30,46 @@ from kvxfer.kernels import PreparedPackedPlan
 from kvxfer.peers.remote import Peer
 from kvxfer.plan import Chunk
 from kvxfer.transfers.moves import await_operation
-from kvxfer.transfers.staging import SLOTS, Loan
+from kvxfer.transfers.staging import SLOTS, Loan, StagingRing
 from kvxfer.transfers.transfer import Transfer
 
 if TYPE_CHECKING:
+    from kvxfer.cache import Cache
     from kvxfer.node import Node
 
 
-def borrow(node: Node, stages: Sequence[PreparedPackedPlan], granted: Callable[[Loan], None]) -> object:
+def staging_for(node: Node, peer: Peer, cache: Cache) -> StagingRing:
+    """Where chunks for a cache of this side come in: on its GPU where the backend moves GPU memory and maps nothing."""
+    mapped = peer.table is not None and peer.table.is_mapped
+    on_gpu = cache.device != "cpu" and "cuda" in peer.link.one_sided_devices and not mapped and not node.checksums
+    return node.ring("staging", cache.device if on_gpu else "cpu")
+
+
+def borrow(
+    node: Node, ring: StagingRing, stages: Sequence[PreparedPackedPlan], granted: Callable[[Loan], None]
+) -> Callable[[], None]:
     """Ask for the staging that a receiving side needs: as many chunks as pay, and no more than there are bytes.
 
-    `granted` is called on the progress thread. Returns and raises as `StagingRing.borrow`.
+    `granted` is called on the progress thread. Returns what to call to leave the line. Raises BufferTooSmall.
     """
     total = sum(plan.plan.wire_bytes for plan in stages)
     largest = max((plan.plan.largest_segment_bytes for plan in stages), default=0)
     slot_bytes = HEADER_BYTES + max(largest, min(node.limits.chunk_bytes - HEADER_BYTES, total))
     slots = min(SLOTS, -(-total // slot_bytes) + 1)
-    return node.staging.borrow(slot_bytes, slots, lambda loan: node.progress.post(lambda: granted(loan)))
+    line = ring.borrow(slot_bytes, slots, lambda loan: node.progress.post(lambda: granted(loan)))
+    return functools.partial(ring.forget, line)
 
 
 def offer(node: Node, loan: Loan, wire: str) -> PackedOffer:
     """What the sending side is told of a loan."""
     return PackedOffer(
-        staging=node.staging_handles,
+        staging=loan.ring.handles,
         offset=loan.offset,
         slot_bytes=loan.slot_bytes,
         slots=loan.slots,
         wire=wire,
         checksums=node.checksums,
+        headers_apart=loan.ring.device != "cpu",
     )
 
 
@@ -69,7 +82,7 @@ class PackedSource:
         peer: Peer,
         transfer: int,
         stages: Sequence[PreparedPackedPlan],
-        src_bases: np.ndarray,
+        cache: Cache,
         offer: PackedOffer,
         *,
         written: Callable[[KvxferError | None], None],
@@ -81,14 +94,17 @@ class PackedSource:
             raise BackendError(f"the peer lends {offer.slots} slots of {offer.slot_bytes} bytes; {needed} are needed")
         if offer.offset + offer.slots * offer.slot_bytes > staging.nbytes:
             raise BackendError(f"the peer lends staging beyond its {staging.nbytes} bytes")
-        if staging.mapped_address is None and offer.slot_bytes > node.outbox.nbytes:
-            raise BackendError(
-                f"the peer lends slots of {offer.slot_bytes} bytes, more than the {node.outbox.nbytes} of this side's "
-                "outbox: raise staging_bytes here, or lower chunk_bytes there"
-            )
+        self._outbox: StagingRing | None = None
+        if staging.mapped_address is None:
+            self._outbox = node.ring("outbox", cache.device if offer.headers_apart else "cpu")
+            if offer.slot_bytes > self._outbox.nbytes:
+                raise BackendError(
+                    f"the peer lends slots of {offer.slot_bytes} bytes, more than the {self._outbox.nbytes} of this "
+                    "side's outbox: raise staging_bytes here, or lower chunk_bytes there"
+                )
         self._node, self._peer, self._transfer = node, peer, transfer
         self._stages = stages
-        self._src_bases = src_bases
+        self._src_bases = cache.bases
         self._staging, self._offer = staging, offer
         self._written: Callable[[KvxferError | None], None] | None = written
         self._free = collections.deque(range(offer.slots))
@@ -132,75 +148,81 @@ class PackedSource:
         self._gathering += 1
         at = self._offer.offset + slot * self._offer.slot_bytes
 
-        def ended(error: KvxferError | None) -> None:  # any thread
-            self._node.progress.post(lambda: gathered(error))
+        def ended(header: bytes, error: KvxferError | None) -> None:  # any thread
+            self._node.progress.post(lambda: gathered(header, error))
 
-        def gathered(error: KvxferError | None) -> None:
+        def gathered(header: bytes, error: KvxferError | None) -> None:
             self._gathering -= 1
             if error is not None:
                 self.stop(error)
             elif self._stopped is None:
                 self._lent.add(slot)
-                self._peer.session.send(ChunkMessage(transfer=self._transfer, stage=stage, index=index, slot=slot))
+                apart = header if self._offer.headers_apart else b""
+                self._peer.session.send(
+                    ChunkMessage(transfer=self._transfer, stage=stage, index=index, slot=slot, header=apart)
+                )
             self._advance()
 
-        if self._staging.mapped_address is not None:
+        if self._outbox is None:
             address = self._staging.mapped_address + at
-            self._node.pool.submit(lambda: ended(self._try_to_pack(stage, index, chunk, address)))
+            self._node.pool.submit(lambda: ended(*self._try_to_pack(stage, index, chunk, address)))
         else:
-            nbytes, remote = HEADER_BYTES + chunk.wire_bytes, self._staging.remote_address + at
-            self._through_outbox(
-                nbytes, remote, ended, pack=lambda address: self._try_to_pack(stage, index, chunk, address)
-            )
+            self._through_outbox(stage, index, chunk, self._staging.remote_address + at, ended)
 
     def _through_outbox(
-        self,
-        nbytes: int,
-        remote: int,
-        ended: Callable[[KvxferError | None], None],
-        *,
-        pack: Callable[[int], KvxferError | None],
+        self, stage: int, index: int, chunk: Chunk, remote: int, ended: Callable[[bytes, KvxferError | None], None]
     ) -> None:
         """Gather into memory of this side and write that into the peer's, `remote`. `ended` is called once."""
-        outbox = self._node.outbox
+        nbytes = HEADER_BYTES + chunk.wire_bytes
 
         def granted(loan: Loan) -> None:
             self._node.pool.submit(lambda: write(loan))
 
         def write(loan: Loan) -> None:
-            address = outbox.memory.address + loan.offset
-            error = self._stopped or pack(address)
+            header, error = b"", self._stopped
+            if error is None:
+                header, error = self._try_to_pack(stage, index, chunk, loan.address())
             if error is None:
                 try:
-                    run = np.array([[address, remote, nbytes]], np.uint64)
+                    run = np.array([[loan.address(), remote, nbytes]], np.uint64)
                     operation = self._peer.link.post(Direction.WRITE, run)
                     if not operation.poll():
-                        await_operation(self._node, operation, lambda failure: written(loan, failure))
+                        await_operation(self._node, operation, lambda failure: written(loan, header, failure))
                         return
                 except Exception as failure:
                     error = as_kvxfer_error(failure)
-            written(loan, error)
+            written(loan, header, error)
 
-        def written(loan: Loan, error: KvxferError | None) -> None:
-            outbox.give_back(loan)
-            ended(error)
+        def written(loan: Loan, header: bytes, error: KvxferError | None) -> None:
+            loan.give_back()
+            ended(header, error)
 
-        outbox.borrow(nbytes, 1, granted)
+        self._outbox.borrow(nbytes, 1, granted)
 
-    def _try_to_pack(self, stage: int, index: int, chunk: Chunk, address: int) -> KvxferError | None:
+    def _try_to_pack(self, stage: int, index: int, chunk: Chunk, address: int) -> tuple[bytes, KvxferError | None]:
         """Pack, and say what went wrong: whatever it is, the peer waits to hear. Mover thread."""
         try:
-            self._pack(stage, index, chunk, address)
+            return self._pack(stage, index, chunk, address), None
         except Exception as failure:
-            return as_kvxfer_error(failure)
-        return None
+            return b"", as_kvxfer_error(failure)
 
-    def _pack(self, stage: int, index: int, chunk: Chunk, address: int) -> None:
-        """A header and a chunk into a slot. Mover thread."""
-        prepared, payload, threads = self._stages[stage], address + HEADER_BYTES, self._node.limits.copy_threads
-        prepared.pack(chunk, self._src_bases, payload, threads=threads, check=self._node.check_finite)
+    def _pack(self, stage: int, index: int, chunk: Chunk, address: int) -> bytes:
+        """A header and a chunk into a slot, or a chunk whose header goes apart; returns the header. Mover thread."""
+        prepared, payload = self._stages[stage], address + HEADER_BYTES
+        on_gpu = self._outbox is not None and self._outbox.device != "cpu"
+        prepared.pack(
+            chunk,
+            self._src_bases,
+            payload,
+            threads=self._node.limits.copy_threads,
+            check=self._node.check_finite,
+            wire_on_gpu=on_gpu,
+        )
         crc = checksum(_view(payload, chunk.wire_bytes)) if self._offer.checksums else None
-        ctypes.memmove(address, prepared.plan.header(index, chunk, crc).encode(), HEADER_BYTES)
+        header = prepared.plan.header(index, chunk, crc).encode()
+        if not self._offer.headers_apart:
+            ctypes.memmove(address, header, HEADER_BYTES)
+        return header
 
 
 class PackedSink:
@@ -225,7 +247,7 @@ class PackedSink:
         self._node, self._peer, self._id, self._transfer = node, peer, transfer_id, transfer
         self._stages = stages
         self._dst_bases = dst_bases
-        self._address, self._loan = node.staging.memory.address + loan.offset, loan
+        self._loan = loan
         self._dropped, self._complete = dropped, complete
         self._expected = {
             (stage, index): chunk
@@ -250,12 +272,12 @@ class PackedSink:
         if not self._transfer.hold():
             return
         self._busy_slots.add(message.slot)
-        address = self._address + message.slot * self._loan.slot_bytes
+        address = self._loan.address(message.slot)
 
         def scatter() -> None:
             error = None
             try:
-                self._unpack(message.stage, message.index, chunk, address)
+                self._unpack(message, chunk, address)
             except Exception as failure:  # whatever it is, the transfer must end
                 error = as_kvxfer_error(failure)
             self._node.progress.post(lambda: scattered(error))
@@ -275,12 +297,15 @@ class PackedSink:
 
         self._node.pool.submit(scatter)
 
-    def _unpack(self, stage: int, index: int, chunk: Chunk, address: int) -> None:
+    def _unpack(self, message: ChunkMessage, chunk: Chunk, address: int) -> None:
         """A slot's chunk into the blocks, if its header is the one that this end expects. Mover thread."""
-        prepared, payload = self._stages[stage], address + HEADER_BYTES
-        header = ChunkHeader.decode(ctypes.string_at(address, HEADER_BYTES))
-        header.check(_view(payload, chunk.wire_bytes), expected=prepared.plan.header(index, chunk))
-        prepared.unpack(chunk, payload, self._dst_bases, threads=self._node.limits.copy_threads)
+        prepared, payload = self._stages[message.stage], address + HEADER_BYTES
+        on_gpu = self._loan.ring.device != "cpu"
+        header = ChunkHeader.decode(message.header if on_gpu else ctypes.string_at(address, HEADER_BYTES))
+        expected = prepared.plan.header(message.index, chunk)
+        header.check(None if on_gpu else _view(payload, chunk.wire_bytes), expected=expected)
+        threads = self._node.limits.copy_threads
+        prepared.unpack(chunk, payload, self._dst_bases, threads=threads, wire_on_gpu=on_gpu)
 
 
 def _view(address: int, nbytes: int) -> memoryview:

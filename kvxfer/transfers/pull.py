@@ -7,6 +7,7 @@ Imports packed, match, node and the messages.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvxfer.control.messages import Chunk, Credit, Ended, Message, Pull, Refused, Stop
@@ -16,7 +17,7 @@ from kvxfer.lease import Lease
 from kvxfer.node import Node, new_transfer_id
 from kvxfer.peers.remote import Peer, RemoteCache, remember
 from kvxfer.ticket import Ticket
-from kvxfer.transfers.packed import PackedSink, PackedSource, borrow, offer
+from kvxfer.transfers.packed import PackedSink, PackedSource, borrow, offer, staging_for
 from kvxfer.transfers.staging import Loan
 
 if TYPE_CHECKING:
@@ -36,23 +37,24 @@ class PullLeg:
         self._peer = leg.source.peer
         self._loan: Loan | None = None
         self._sink: PackedSink | None = None
-        self._line: object = None
+        self._leave_line: Callable[[], None] | None = None
         self._asked = self._writer_ended = False
 
     def start(self) -> None:
         """Stand in line for staging."""
         self._fetch.waits_for("staging buffers")
         try:
-            self._line = borrow(self._node, [self._leg.plan], self._pull)
+            ring = staging_for(self._node, self._peer, self._cache)
+            self._leave_line = borrow(self._node, ring, [self._leg.plan], self._pull)
         except KvxferError as error:
             self._fetch.abort(error)
 
     def _pull(self, loan: Loan) -> None:
         if self._fetch.done() or self._fetch.stopping:
-            self._node.staging.give_back(loan)
+            loan.give_back()
             return
         if not self._peer.session.open:  # it ended while this fetch stood in line, and told its conversations then
-            self._node.staging.give_back(loan)
+            loan.give_back()
             self._fetch.abort(PeerGone(f"{self._peer.identity.name} went away"))
             return
         self._loan = loan
@@ -112,8 +114,8 @@ class PullLeg:
         """The fetch was aborted: have the publisher stop writing into the staging."""
         if self._asked and not self._writer_ended:
             self._peer.session.send(Stop(transfer=self._id))
-        elif self._line is not None and not self._asked:
-            self._node.staging.forget(self._line)
+        elif self._leave_line is not None and not self._asked:
+            self._leave_line()
 
     def _completed(self) -> None:
         self._writer_ended = True  # every chunk has come, and each is written once
@@ -128,7 +130,7 @@ class PullLeg:
         if self._loan is not None and self._writer_ended and not self._sink.busy:
             self._peer.conversations.pop(self._id, None)
             loan, self._loan = self._loan, None
-            self._node.staging.give_back(loan)
+            loan.give_back()
 
 
 class Serve:
@@ -142,7 +144,7 @@ class Serve:
         joined = _join_for(peer, cache, pull, remote)
         plan = cache.prepare_packed(joined.plan(lease.lists, pull.blocks, tokens=lease.ticket.tokens))
         self._peer, self._pull = peer, pull
-        self._source = PackedSource(node, peer, pull.transfer, [plan], cache.bases, pull.offer, written=self._written)
+        self._source = PackedSource(node, peer, pull.transfer, [plan], cache, pull.offer, written=self._written)
 
     def start(self) -> None:
         """Begin to pack."""

@@ -8,6 +8,7 @@ Imports packed, match, node and the messages.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,7 @@ from kvxfer.node import Node
 from kvxfer.peers.remote import Peer, RemoteCache
 from kvxfer.ticket import Ticket
 from kvxfer.transfers.match import check_fingerprints, packed_stages
-from kvxfer.transfers.packed import PackedSink, borrow, offer
+from kvxfer.transfers.packed import PackedSink, borrow, offer, staging_for
 from kvxfer.transfers.staging import Loan
 from kvxfer.transfers.transfer import Transfer, TransferState
 
@@ -79,7 +80,7 @@ class Receive:
         self._id = claim.transfer
         self._sink: PackedSink | None = None
         self._loan: Loan | None = None
-        self._line: object = None
+        self._leave_line: Callable[[], None] | None = None
         self._writing = False  # the sender may be writing: it counts as a writer of the reservation
         self._written = self._complete = False
         reservation.on_stop(lambda: node.progress.post(self._stop))
@@ -105,7 +106,8 @@ class Receive:
         stages = packed_stages(self._cache, joined, claim.blocks, dst_lists, ticket.tokens, layers)
         self._complete = not any(stage.plan.wire_bytes for stage in stages)
         self._count("packed", sum(s.plan.nbytes for s in stages), sum(s.plan.wire_bytes for s in stages))
-        self._line = borrow(self._node, stages, lambda loan: self._lend(stages, loan))
+        ring = staging_for(self._node, self._peer, self._cache)
+        self._leave_line = borrow(self._node, ring, stages, lambda loan: self._lend(stages, loan))
 
     def _count(self, way: str, nbytes: int, wire_bytes: int) -> None:
         self._reservation.count(
@@ -120,7 +122,7 @@ class Receive:
 
     def _lend(self, stages: list[PreparedPackedPlan], loan: Loan) -> None:
         if self._reservation.done() or self._reservation.stopping:
-            self._node.staging.give_back(loan)
+            loan.give_back()
             return
         self._loan = loan
         self._sink = PackedSink(
@@ -183,8 +185,8 @@ class Receive:
         if self._writing and not self._written:
             self._peer.session.send(Stop(transfer=self._id))
             return
-        if self._line is not None and self._loan is None:
-            self._node.staging.forget(self._line)
+        if self._leave_line is not None and self._loan is None:
+            self._leave_line()
         error = self._reservation.error
         self._peer.session.send(Refused(transfer=self._id, error=type(error).__name__, reason=str(error)))
         self._sender_stopped()
@@ -204,4 +206,4 @@ class Receive:
     def _give_back(self) -> None:
         if self._loan is not None and not self._sink.busy:
             loan, self._loan = self._loan, None
-            self._node.staging.give_back(loan)
+            loan.give_back()

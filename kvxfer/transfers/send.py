@@ -272,7 +272,7 @@ class Send(Transfer):
                 self._peer,
                 self._id,
                 self._stages,
-                self._cache.bases,
+                self._cache,
                 grant.offer,
                 written=self._packed_written,
             )

@@ -64,7 +64,7 @@ def pack_ahead(node: Node, cache: Cache, lease: Lease, joined: PackedJoin, after
     """
     counts = {name: len(ids) for name, ids in lease.lists.items()}
     prepared = cache.prepare_packed(joined.plan(lease.lists, counts, tokens=lease.ticket.tokens))
-    loan = node.shelf.borrow_now(HEADER_BYTES + prepared.plan.wire_bytes)
+    loan = node.ring("shelf").borrow_now(HEADER_BYTES + prepared.plan.wire_bytes)
     if loan is None:
         node.packed_ahead["no room"] += 1
     else:
@@ -92,7 +92,7 @@ class _Ahead:
         node.pool.submit(self._pack)
 
     def _pack(self) -> None:
-        start = self._node.shelf.memory.address + self._loan.offset
+        start = self._loan.address()
         try:
             while self._after is not None and not self._after.done() and self._lease.state is LeaseState.LIVE:
                 time.sleep(_POLL_S)
@@ -122,7 +122,7 @@ class _Ahead:
             self._users -= 1
             loan, self._loan = (self._loan, None) if not self._users else (None, self._loan)
         if loan is not None:
-            self._node.shelf.give_back(loan)
+            loan.give_back()
 
 
 def _header(wire: str) -> bytes:
@@ -233,7 +233,7 @@ class ShelfLeg:
 
     def start(self) -> None:
         """Stand in line for staging. Raises BufferTooSmall."""
-        self._line = self._node.staging.borrow(
+        self._line = self._node.ring("staging").borrow(
             self._slot_bytes,
             min(SLOTS, len(self._queue)),
             lambda loan: self._node.progress.post(lambda: self._granted(loan)),
@@ -243,7 +243,7 @@ class ShelfLeg:
         """The fetch was aborted: read nothing more. Staging goes back once what is under way has ended."""
         self._queue.clear()
         if self._loan is None:
-            self._node.staging.forget(self._line)
+            self._node.ring("staging").forget(self._line)
         self._advance()
 
     def _granted(self, loan: Loan) -> None:
@@ -261,13 +261,13 @@ class ShelfLeg:
             self._node.pool.submit(lambda slot=slot, chunk=chunk, remote=remote: self._read(slot, chunk, remote))
         if not self._busy and not self._queue:
             loan, self._loan = self._loan, None
-            self._node.staging.give_back(loan)
+            loan.give_back()
             if not self._fetch.stopping:
                 self._moved()
 
     def _read(self, slot: int, chunk: Chunk, remote: int) -> None:
         """Mover thread."""
-        address = self._node.staging.memory.address + self._loan.offset + slot * self._loan.slot_bytes
+        address = self._loan.address(slot)
         try:
             operation = self._link.post(Direction.READ, np.array([[address, remote, chunk.wire_bytes]], np.uint64))
             if not operation.poll():

@@ -13,9 +13,13 @@ import collections
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvxfer.backends.base import Registration
 from kvxfer.errors import BufferTooSmall
+
+if TYPE_CHECKING:
+    from kvxfer.control.messages import RegionHandles
 
 CHUNK_BYTES = 4 << 20  # measured between two processes: smaller ones pay for messages, larger ones leave the caches
 SLOTS = 8  # chunks in flight that a transfer asks for
@@ -26,6 +30,7 @@ UNIT_BYTES = 256 << 10  # granularity of loans
 class Loan:
     """`slots` neighbouring buffers of `slot_bytes`, from byte `offset` of the ring's memory."""
 
+    ring: StagingRing
     offset: int
     slot_bytes: int
     slots: int
@@ -35,13 +40,31 @@ class Loan:
         """Bytes of the whole loan."""
         return self.slot_bytes * self.slots
 
+    def address(self, slot: int = 0) -> int:
+        """Where a buffer begins in this process."""
+        return self.ring.memory.address + self.offset + slot * self.slot_bytes
+
+    def give_back(self) -> None:
+        """The buffers may be lent again."""
+        self.ring.give_back(self)
+
 
 class StagingRing:
     """Staging memory in one registered piece."""
 
-    def __init__(self, memory: Registration, unit_bytes: int = UNIT_BYTES) -> None:
-        """`unit_bytes` is the granularity of loans; the memory's size is a multiple of it."""
-        self.memory = memory
+    def __init__(
+        self,
+        memory: Registration,
+        handles: RegionHandles | None = None,
+        *,
+        device: str = "cpu",
+        unit_bytes: int = UNIT_BYTES,
+    ) -> None:
+        """`handles` is what peers open it by, `device` where it lies.
+
+        `unit_bytes` is the granularity of loans; the memory's size is a multiple of it.
+        """
+        self.memory, self.handles, self.device = memory, handles, device
         self.nbytes = memory.nbytes
         self._unit = unit_bytes
         self._free = [True] * (memory.nbytes // unit_bytes)
@@ -118,5 +141,5 @@ class StagingRing:
                 if run == needed:
                     first = index - needed + 1
                     self._free[first : index + 1] = [False] * needed
-                    return Loan(offset=first * self._unit, slot_bytes=slot_bytes, slots=count)
+                    return Loan(ring=self, offset=first * self._unit, slot_bytes=slot_bytes, slots=count)
         return None

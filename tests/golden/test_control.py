@@ -30,7 +30,9 @@ _IDENTITY = m.Identity(
     name="d", engine="decode", generation=7, rank=1, endpoint="tcp://127.0.0.1:5", members={0: "tcp://h:1"}
 )
 _REGION = m.RegionHandles(nbytes=64, handles={"shm": b"\x01\x02"})
-_OFFER = m.PackedOffer(staging=_REGION, offset=4096, slot_bytes=1024, slots=3, wire="raw", checksums=False)
+_OFFER = m.PackedOffer(
+    staging=_REGION, offset=4096, slot_bytes=1024, slots=3, wire="raw", checksums=False, headers_apart=False
+)
 MESSAGES = {
     "hello": m.Hello(protocol=2, nonce=bytes(16), identity=_IDENTITY),
     "welcome": m.Welcome(protocol=2, nonce=bytes(16), session=bytes(range(16)), identity=_IDENTITY),
@@ -71,7 +73,7 @@ MESSAGES = {
         allow_missing=False,
     ),
     "grant": m.Grant(transfer=9, offer=_OFFER),
-    "chunk": m.Chunk(transfer=9, stage=0, index=2, slot=1),
+    "chunk": m.Chunk(transfer=9, stage=0, index=2, slot=1, header=b"\x05"),
     "credit": m.Credit(transfer=9, slot=1),
     "stop": m.Stop(transfer=9),
     "ended": m.Ended(transfer=9, error="Cancelled", reason="why"),

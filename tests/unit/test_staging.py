@@ -15,7 +15,7 @@ UNIT = 1024
 
 
 def ring(units: int = 8) -> StagingRing:
-    return StagingRing(Registration(address=0, nbytes=units * UNIT, handle=b""), UNIT)
+    return StagingRing(Registration(address=0, nbytes=units * UNIT, handle=b""), unit_bytes=UNIT)
 
 
 def test_loans_do_not_overlap_and_come_back() -> None:
