@@ -21,6 +21,8 @@ import kvxfer
 from kvxfer import CacheLayout, Limits, TransferState, cuda, errors
 from kvxfer import ticket as tickets
 from kvxfer.backends import cuda_ipc
+from kvxfer.cuda.gates import Gates
+from kvxfer.cuda.native import native
 from kvxfer.lease import ENDED
 from tests.backends.peer import SECRET, Peer, make_arrays, placed, read
 from tests.gpu.memory import BusyStream, VirtualMemory, need_devices
@@ -301,6 +303,27 @@ def test_many_transfers_use_the_gates_again(peer):
         assert len(here.cache.gates._pages) == 1
 
 
+def test_a_driver_without_stream_waits_has_a_thread_look(monkeypatch):
+    monkeypatch.setattr(native(), "stream_wait_word", lambda *_: 801)  # cudaErrorNotSupported
+    busy, gates = BusyStream(), Gates(0)
+    gate, target = gates.take(), cupy.asarray(np.full(4096, 5, np.uint8))
+    gate.hold(busy.stream)
+    copy = busy.copy(target)
+    time.sleep(0.05)
+    assert busy.is_busy() and (copy == 77).all()
+    gate.open()
+    busy.stream.synchronise()
+    assert (copy == 5).all()
+    gates.give_back(gate)
+
+
+def test_a_word_in_memory_that_is_not_pinned_is_written_by_the_host():
+    busy, memory = BusyStream(), np.zeros(1, np.uint64)
+    busy.work(100)
+    cuda.write_after(busy.stream.address, memory.ctypes.data, 5, device=0)
+    assert memory[0] == 5 and not busy.is_busy()
+
+
 # --- unequal caches, host memory ----------------------------------------------------------------------------
 
 
@@ -335,6 +358,20 @@ def test_a_host_cache_and_a_gpu_cache_meet_through_pinned_staging(peer, there):
         assert_fetched(here, peer.contents(name))
         backend = here.connector._node.backends["cuda_ipc"]
         assert len(backend._pinned) == 2  # the lease table and the staging
+
+
+def test_gpus_that_do_not_reach_each_other_meet_through_pinned_staging(peer, monkeypatch, caplog):
+    def no_access(*_, **__):
+        raise cuda.CudaError("opening a peer's memory: no peer access", status=217)
+
+    monkeypatch.setattr(cuda, "open_memory", no_access)
+    layout = paged()
+    name = register(peer, layout)
+    with Here(layout, name=name) as here:
+        stats = here.cache.fetch(peer.publish(name, IDS, tokens=TOKENS), into=INTO).wait(20)
+        assert stats.way == "packed" and "no peer access" in stats.why_not_mapped
+        assert_fetched(here, peer.contents(name))
+    assert "through pinned host memory" in caplog.text
 
 
 # --- peers that leave ---------------------------------------------------------------------------------------
