@@ -60,6 +60,12 @@ class Here:
     def __exit__(self, *_: object) -> None:
         self.connector.close()
 
+    def meet(self, peer: Peer) -> Here:
+        """One transfer, so that nothing has to be opened, pinned or loaded later."""
+        name = self.cache.name
+        self.cache.fetch(peer.publish(name, IDS, tokens=TOKENS), into=INTO).wait(20)
+        return self
+
     def rows(self, layer: str = "layers.0") -> np.ndarray:
         return read(self.arrays)[layer].reshape(self.layout.groups[0].num_blocks, -1)
 
@@ -182,9 +188,7 @@ def test_expandable_segments_of_torch(monkeypatch):
 def test_blocks_are_read_after_the_publishers_stream_and_a_stream_waits_for_them(peer):
     layout = paged()
     name = register(peer, layout)
-    with Here(layout, name=name) as here:
-        warm = peer.publish(name, IDS, tokens=TOKENS)
-        here.cache.fetch(warm, into=INTO).wait(20)
+    with Here(layout, name=name).meet(peer) as here:
         busy = BusyStream()
         ticket, seconds = peer.publish_later(name, IDS, ROUNDS, 42, tokens=TOKENS)
         began = time.monotonic()
@@ -196,7 +200,7 @@ def test_blocks_are_read_after_the_publishers_stream_and_a_stream_waits_for_them
         busy.stream.synchronise()
         assert (copy == 42).all()
         assert transfer.wait(20).way == "mapped"
-        assert waited and host_s < 0.03 and seconds < 0.03, (host_s, seconds)
+        assert waited and host_s < 0.1 and seconds < 0.1, (host_s, seconds)
         transfer.wait_on(busy.stream)  # it has ended: nothing to wait for
         busy.stream.synchronise()
 
@@ -218,7 +222,7 @@ def test_blocks_are_written_after_the_readers_stream(peer):
 def test_a_packed_fetch_waits_for_both_streams(peer):
     layout = paged()
     name = register(peer, layout)
-    with Here(layout, name=name, ways=("packed",)) as here:
+    with Here(layout, name=name, ways=("packed",)).meet(peer) as here:
         busy = BusyStream()
         busy.work(ROUNDS)
         for array in here.arrays.values():
@@ -235,7 +239,7 @@ def test_a_packed_fetch_waits_for_both_streams(peer):
 def test_a_send_reads_after_its_stream_and_streams_wait_on_either_side(peer):
     layout = paged()
     name = register(peer, layout)
-    with Here(layout, name=name) as here:
+    with Here(layout, name=name).meet(peer) as here:
         busy = BusyStream()
         reservation = here.cache.reserve(INTO, tokens=TOKENS)
         reservation.wait_on(busy.stream)
@@ -252,7 +256,7 @@ def test_a_send_reads_after_its_stream_and_streams_wait_on_either_side(peer):
 def test_a_transfer_that_fails_releases_the_stream(peer, how):
     layout = paged()
     name = register(peer, layout)
-    with Here(layout, name=name) as here:
+    with Here(layout, name=name).meet(peer) as here:
         busy = BusyStream()
         ticket = peer.issue(layout, IDS, tokens=TOKENS, cache=name)
         if how == "released":
@@ -272,12 +276,25 @@ def test_a_transfer_that_fails_releases_the_stream(peer, how):
             transfer.wait(5)
 
 
+def test_a_stream_may_wait_before_the_peer_is_known(peer):
+    """Dialling opens the peer's memory and pins its lease table, which must not wait for the waiting stream."""
+    layout = paged()
+    name = register(peer, layout)
+    with Here(layout, name=name) as here:
+        busy = BusyStream()
+        transfer = here.cache.fetch(peer.publish(name, IDS, tokens=TOKENS), into=INTO, timeout_s=5.0)
+        transfer.wait_on(busy.stream)
+        copy = busy.copy(here.arrays["layers.0"])
+        assert transfer.wait(10).way == "mapped"
+        busy.stream.synchronise()
+        assert copy.tobytes() == read(here.arrays)["layers.0"].tobytes()
+
+
 def test_a_lease_that_ends_while_the_device_waits_is_not_confirmed(peer):
     """The device reads the lease's word after the bytes, whatever the host had seen before."""
     layout = paged()
     name = register(peer, layout)
-    with Here(layout, name=name) as here:
-        here.cache.fetch(peer.publish(name, IDS, tokens=TOKENS), into=INTO).wait(20)
+    with Here(layout, name=name).meet(peer) as here:
         [remote] = here.connector._node.directory.peers.values()
         ticket = peer.publish(name, IDS, tokens=TOKENS)
         busy = BusyStream()
