@@ -108,7 +108,12 @@ int pin(std::uint64_t address, std::size_t nbytes) {
 int unpin(std::uint64_t address) { return checked(cudaHostUnregister(at<void*>(address))); }
 
 int device_address_of_pinned(std::uint64_t host, std::uint64_t& address) {
-  return checked(cudaHostGetDevicePointer(reinterpret_cast<void**>(&address), at<void*>(host), 0));
+  // cudaHostGetDevicePointer may also answer for pageable memory, where the system lets the device reach it.
+  cudaPointerAttributes attributes{};
+  if (const int status = checked(cudaPointerGetAttributes(&attributes, at<const void*>(host)))) return status;
+  if (attributes.type != cudaMemoryTypeHost || !attributes.devicePointer) return cudaErrorInvalidValue;
+  address = reinterpret_cast<std::uint64_t>(attributes.devicePointer);
+  return cudaSuccess;
 }
 
 int copy_bytes(std::uint64_t dst, std::uint64_t src, std::size_t nbytes, std::uint64_t stream) {

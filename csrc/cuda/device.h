@@ -40,7 +40,7 @@ int allocate_pinned(std::size_t nbytes, std::uint64_t& address);
 int release_pinned(std::uint64_t address);
 int pin(std::uint64_t address, std::size_t nbytes);  // host memory that exists already
 int unpin(std::uint64_t address);
-int device_address_of_pinned(std::uint64_t host, std::uint64_t& address);
+int device_address_of_pinned(std::uint64_t host, std::uint64_t& address);  // memory that is not pinned: an error
 
 // Between any two of host, device and peer memory. With pageable host memory the call may wait for the copy.
 int copy_bytes(std::uint64_t dst, std::uint64_t src, std::size_t nbytes, std::uint64_t stream);

@@ -1,8 +1,8 @@
 """Lanes: what one transfer at a time needs on a device, kept and used again.
 
 A lane is a stream, a few words in pinned memory, and memory for plan tables and packed chunks that grows and is never
-given back while the lane lives. Freeing memory waits for the device, and a stream of the engine's may in turn be
-waiting for this very transfer (`Transfer.wait_on`): nothing that a transfer does waits for the whole device.
+given back while the lane lives: freeing memory waits for the device, and a stream of the engine's may in turn be
+waiting for this very transfer (`Transfer.wait_on`).
 """
 
 from __future__ import annotations

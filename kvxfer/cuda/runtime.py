@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -157,7 +158,7 @@ class PinnedMemory(_Owned):
         )
         super().__init__(address, native().release_pinned, address, what="freeing pinned memory")
 
-    @property
+    @cached_property
     def array(self) -> np.ndarray:
         """The bytes. Must not be used after `close`."""
         import ctypes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import time
 from typing import Any
 
 import numpy as np
@@ -123,4 +124,5 @@ class BusyStream:
         """Whether something is left to do."""
         with cuda.Event(device=self._device) as event:
             event.record(self.stream.address)
+            time.sleep(0.005)  # an idle stream takes a moment, too
             return not event.done()
