@@ -9,7 +9,8 @@ import pytest
 from processes import SIZES, until
 
 from kvxfer import KvxferError
-from kvxfer.errors import DeadlineExceeded, PeerGone
+from kvxfer.errors import ChecksumMismatch, DeadlineExceeded, PeerGone
+from kvxfer.formats import ChecksumKind, ChunkHeader
 
 QUICK = {"heartbeat_s": 0.2, "peer_timeout_s": 1.0, "dial_timeout_s": 2.0}
 TINY_RING = {"staging_bytes": 1 << 20, "chunk_bytes": 256 << 10}  # room for two small fetches
@@ -115,3 +116,22 @@ def test_fetches_from_a_healthy_prefill_go_on_beside_a_stopped_one(start, here):
     assert decode.blocks(list(range(2, 30))) == healthy.blocks(list(range(2, 30)))
     with pytest.raises(KvxferError):
         waiting.wait()
+
+
+def test_chunks_with_checksums_arrive_and_damaged_ones_fail_the_transfer(start, here, monkeypatch):
+    pytest.importorskip("xxhash")
+    prefill, decode = start("prefill", fill=1, **PACKED), here("decode", **PACKED, checksums=True)
+    decode.cache.fetch(prefill.publish([1, 2]), into={"full": [1, 2]}).wait(10)
+    assert decode.blocks([1, 2]) == prefill.blocks([1, 2])
+    seen = []
+    check = ChunkHeader.check
+
+    def damaged(self, payload, *, expected=None):
+        seen.append(self.checksum)
+        payload[0] ^= 1
+        check(self, payload, expected=expected)
+
+    monkeypatch.setattr(ChunkHeader, "check", damaged)
+    with pytest.raises(ChecksumMismatch, match="the header says xxh3"):
+        decode.cache.fetch(prefill.publish([3]), into={"full": [3]}).wait(10)
+    assert all(made.kind is ChecksumKind.XXH3 for made in seen) and seen
