@@ -8,7 +8,7 @@ What is measured is saved after every step, so a step that fails costs its own r
 Steps: `ceilings` (one piece), `kernels` (the copy kernel alone, by events), `fetch` (whole fetches, from the call to
 the confirmed end; alone, and two at a time), `model` (a long prompt of DeepSeek-V4.1-Flash), `latency` (one request of
 64 tokens of it), `post` (the host's time for 100,000 pieces), `formats` (kernels of wire formats), `packed` (a fetch
-in a wire format), `peers`.
+in a wire format), `nixl` (fetches over the NIXL backend), `peers`.
 """
 
 from __future__ import annotations
@@ -93,17 +93,20 @@ class Bench:
         at_once: tuple[int, ...] = (1,),
         wire: str = "raw",
         way: str = "mapped",
+        peer: bench_shm.Prefill | None = None,
+        backends: str | list[str] = "auto",
+        **more: int,
     ) -> Iterator[tuple[int, timing.Timing, kvxfer.TransferStats]]:
-        """Seconds of a fetch, for each number of fetches that are under way together."""
-        name = f"bench-{next(self._names)}"
-        self.peer.ask("register", name, layout, "gpu")
-        limits = Limits(max_sms=max_sms)
-        with kvxfer.Connector(f"decode-{name}", ways=(way,), secret=self.secret, limits=limits) as connector:
+        """Seconds of a fetch, for each number of fetches that are under way together. `more` are limits."""
+        name, peer = f"bench-{next(self._names)}", peer or self.peer
+        peer.ask("register", name, layout, "gpu")
+        options = {"ways": (way,), "backends": backends, "limits": Limits(max_sms=max_sms, **more)}
+        with kvxfer.Connector(f"decode-{name}", secret=self.secret, **options) as connector:
             cache = connector.register(bench_shm.allocate(layout, "gpu"), layout, name=name)
             for many in at_once:
                 warm_up = 2
                 count = many * (calls + warm_up)
-                tickets = collections.deque(self.peer.ask("publish", name, lists[0], count, tokens)[0])
+                tickets = collections.deque(peer.ask("publish", name, lists[0], count, tokens)[0])
                 stats: list[kvxfer.TransferStats] = []
 
                 def fetch(_: None, many=many, tickets=tickets, stats=stats) -> None:
@@ -178,6 +181,21 @@ class Bench:
             ):
                 yield {"what": "packed", "wire": wire, "wire_bytes": stats.wire_bytes} | _rate(stats.bytes, result)
                 _tidy()
+
+    def nixl(self) -> Rows:
+        """The packed way over NIXL, staging on both GPUs: scattered pieces, raw and compressed."""
+        more = {"chunk_bytes": 64 << 20, "staging_bytes": 512 << 20, "mover_threads": 4}
+        peer = bench_shm.Prefill(self.secret, gpu="1", backends=["nixl"], max_sms=16, **more)
+        for piece in (4096, 65536):
+            blocks = self.total // piece // LAYERS
+            layout = layered(piece, blocks)
+            lists = tuple({"full": np.random.default_rng(s).permutation(blocks).astype(np.int32)} for s in (1, 2))
+            for _, result, stats in self.fetches(
+                layout, lists, 16 * blocks, max_sms=16, calls=5, way="packed", peer=peer, backends=["nixl"], **more
+            ):
+                yield {"what": "nixl", "piece": piece, "way": stats.way} | _rate(stats.bytes, result)
+            _tidy()
+        peer.pipe.close()
 
     # --- within this process --------------------------------------------------------------------------------
 
@@ -332,6 +350,7 @@ def main() -> None:
         "post": bench.post,
         "formats": bench.formats,
         "packed": bench.packed,
+        "nixl": bench.nixl,
         "peers": lambda: of_peers(total, args.calls, args.peer_timeout),
     }
     wanted = args.steps.split(",") if args.steps else list(steps)

@@ -63,12 +63,12 @@ def allocate(layout: CacheLayout, memory: str) -> dict[str, np.ndarray]:
     return arrays
 
 
-def prefill(pipe: Connection, secret: bytes, gpu: str | None, backends: str | list[str]) -> None:
-    """The other process: publishes whatever it is told to, until the pipe closes."""
+def prefill(pipe: Connection, secret: bytes, gpu: str | None, backends: str | list[str], more: dict) -> None:
+    """The other process: publishes whatever it is told to, until the pipe closes. `more` are limits."""
     if gpu is not None:  # before anything of CUDA is loaded
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     # Many leases of many blocks are alive at once here, so that none is published while something is measured.
-    limits = kvxfer.Limits(lease_record_bytes=128 << 20)
+    limits = kvxfer.Limits(lease_record_bytes=128 << 20, **more)
     with kvxfer.Connector("prefill", backends=backends, secret=secret, limits=limits) as connector:
         keep, caches = [], {}
         while True:
@@ -93,10 +93,12 @@ def prefill(pipe: Connection, secret: bytes, gpu: str | None, backends: str | li
 class Prefill:
     """The prefill process, seen from here."""
 
-    def __init__(self, secret: bytes, gpu: str | None = None, backends: str | list[str] = "auto") -> None:
+    def __init__(
+        self, secret: bytes, gpu: str | None = None, backends: str | list[str] = "auto", **limits: int
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=prefill, args=(theirs, secret, gpu, backends), daemon=True)
+        self.process = context.Process(target=prefill, args=(theirs, secret, gpu, backends, limits), daemon=True)
         self.process.start()
         theirs.close()
 

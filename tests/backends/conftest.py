@@ -62,6 +62,8 @@ def ways_of(backend: str) -> list[tuple[str, str]]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "road" not in metafunc.fixturenames:
         return
+    if gpu_is_there():
+        OWN["nixl"] = (("packed", "gpu"), ("direct", "gpu"), ("packed", "private"))
     names = metafunc.config.getoption("--kvxfer-backend") or [name for name in OWN if is_there(name)]
     roads = [(name, way, memory) for name in names for way, memory in OWN.get(name) or ways_of(name)]
     metafunc.parametrize("road", roads, ids="-".join, scope="session", indirect=True)
