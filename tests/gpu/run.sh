@@ -2,7 +2,7 @@
 # Builds the package for this machine's GPUs and runs everything that needs one: tests, the backend's conformance suite,
 # benchmarks, compute-sanitizer. Run from the repository. Writes logs and JSON to $OUT (default: build/gpu).
 #
-#   STEPS="..."     of: tests formats peer ipc backend bench bench_copy bench_formats sanitizer sanitizer_formats
+#   STEPS="..."     of: tests formats peer ipc backend nixl bench bench_copy bench_formats sanitizer sanitizer_formats
 #   BENCH="..."     arguments of benchmarks/bench_gpu.py, say --steps fetch,latency
 #   OUT=...         where results go
 #   TARGET=...      where the package is put together (default: a fresh folder)
@@ -49,6 +49,19 @@ if [ -n "${WHEELS:-}" ]; then
     "$WHEELS"/*.whl || exit 1
 fi
 cp -r kvxfer tests benchmarks examples pyproject.toml "$TARGET" || exit 1
+"$PYTHON" - "$TARGET" <<'END' || exit 1
+# What an installation would have written: backends are found by their entry points.
+import pathlib
+import sys
+import tomllib
+
+project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
+info = pathlib.Path(sys.argv[1], f"{project['name']}-{project['version']}.dist-info")
+info.mkdir(exist_ok=True)
+(info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+groups = [[f"[{group}]", *(f"{k} = {v}" for k, v in of.items())] for group, of in project["entry-points"].items()]
+(info / "entry_points.txt").write_text("\n".join(line for group in groups for line in group) + "\n")
+END
 if [ -n "${PREBUILT:-}" ]; then
   cp "$PREBUILT"/_native*.so "$PREBUILT"/_cuda*.so "$TARGET/kvxfer/" || exit 1
 else
@@ -86,6 +99,7 @@ for name in $STEPS; do
     backend)
       one_gpu tests backend 300 tests/backends --kvxfer-backend cuda_ipc
       ;;
+    nixl) one_gpu tests nixl 200 tests/backends --kvxfer-backend nixl ;;
     bench)
       # shellcheck disable=SC2086
       step bench 240 "$PYTHON" benchmarks/bench_gpu.py --json "$OUT/gpu.json" ${BENCH:-}
