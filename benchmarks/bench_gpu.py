@@ -5,10 +5,10 @@
 Needs two GPUs that reach each other, and CuPy. This process owns GPU 0, the other one GPU 1. Bytes are counted once.
 What is measured is saved after every step, so a step that fails costs its own rows only.
 
-Steps: `ceilings` (one piece), `kernels` (the copy kernel alone, by events), `fetch` (whole fetches, from the call to
-the confirmed end; alone, and two at a time), `model` (a long prompt of DeepSeek-V4.1-Flash), `latency` (one request of
-64 tokens of it), `post` (the host's time for 100,000 pieces), `formats` (kernels of wire formats), `packed` (a fetch
-in a wire format), `nixl` (fetches over the NIXL backend), `peers`.
+Steps, in this order: `fetch` (whole fetches, from the call to the confirmed end; alone, and two at a time), `model` (a
+long prompt of DeepSeek-V4.1-Flash), `latency` (one request of 64 tokens of it), `packed` (a fetch in a wire format),
+`nixl` (fetches over the NIXL backend), `post` (the host's time for 100,000 pieces), `ceilings` (one piece), `kernels`
+(the copy kernel alone, by events), `formats` (kernels of wire formats), `peers`.
 """
 
 from __future__ import annotations
@@ -93,16 +93,17 @@ class Bench:
         at_once: tuple[int, ...] = (1,),
         wire: str = "raw",
         way: str = "mapped",
+        memory: str = "gpu",
         peer: bench_shm.Prefill | None = None,
         backends: str | list[str] = "auto",
         **more: int,
     ) -> Iterator[tuple[int, timing.Timing, kvxfer.TransferStats]]:
         """Seconds of a fetch, for each number of fetches that are under way together. `more` are limits."""
         name, peer = f"bench-{next(self._names)}", peer or self.peer
-        peer.ask("register", name, layout, "gpu")
+        peer.ask("register", name, layout, memory)
         options = {"ways": (way,), "backends": backends, "limits": Limits(max_sms=max_sms, **more)}
         with kvxfer.Connector(f"decode-{name}", secret=self.secret, **options) as connector:
-            cache = connector.register(bench_shm.allocate(layout, "gpu"), layout, name=name)
+            cache = connector.register(bench_shm.allocate(layout, memory), layout, name=name)
             for many in at_once:
                 warm_up = 2
                 count = many * (calls + warm_up)
@@ -177,7 +178,7 @@ class Bench:
         lists = tuple({group.name: np.random.default_rng(s).permutation(tokens // 16).astype(np.int32)} for s in (1, 2))
         for wire in ("raw", "nvfp4"):
             for _, result, stats in self.fetches(
-                layout, lists, tokens, max_sms=16, calls=3, wire=wire, way="packed"
+                layout, lists, tokens, max_sms=16, calls=3, wire=wire, way="packed", memory="finite"
             ):
                 yield {"what": "packed", "wire": wire, "wire_bytes": stats.wire_bytes} | _rate(stats.bytes, result)
                 _tidy()
@@ -201,6 +202,7 @@ class Bench:
 
     def ceilings(self) -> Rows:
         """The same bytes in one piece, by what the runtime chooses."""
+        _connect()
         source, target, other = (cuda.DeviceMemory(self.total, device=device) for device in (0, 0, 1))
         clock = Clock(0)
         stream = clock.stream.address
@@ -216,6 +218,7 @@ class Bench:
 
     def kernels(self) -> Rows:
         """The copy kernel on scattered pieces, without a connector around it."""
+        _connect()
         pools = Pools(2 * self.total, 2)
         for way, (src, dst, runs_on), limits in (("push", PUSH, SMS), ("pull", PULL, SMS), ("local", (0, 0, 0), (0,))):
             clock = Clock(runs_on)
@@ -269,7 +272,7 @@ class Bench:
         """Gather and pack, into this GPU and into the peer; unpack and scatter. Bytes are of bf16."""
         import bench_cuda_formats
 
-        cuda.enable_peer_access(0, 1)
+        _connect()
         inner = bench_cuda_formats.Bench(bench_cuda_formats.Caches(2 * self.total, 2), self.calls, True)
         for wire in ("nvfp4", "mxfp4", "fp8_e4m3", *bench_cuda_formats.SLOW_WIRES):
             inner.format(wire, (0,))
@@ -312,6 +315,12 @@ def _rate(nbytes: int, result: timing.Timing) -> dict[str, Any]:
     }
 
 
+def _connect() -> None:
+    """Let this process's two GPUs read and write each other's memory."""
+    cuda.enable_peer_access(0, 1)
+    cuda.enable_peer_access(1, 0)
+
+
 def _tidy() -> None:
     """Give the memory of caches that are gone back to the device."""
     import cupy
@@ -337,20 +346,18 @@ def main() -> None:
         raise SystemExit(f"bench_gpu needs GPUs: {reason}")
     if cuda.device_count() < 2 or not cuda.can_access_peer(0, 1):
         raise SystemExit("bench_gpu needs two GPUs that reach each other")
-    cuda.enable_peer_access(0, 1)
-    cuda.enable_peer_access(1, 0)
     total = args.megabytes << 20
     bench = Bench(args.calls, total)
     steps: dict[str, Callable[[], Rows]] = {
-        "ceilings": bench.ceilings,
-        "kernels": bench.kernels,
         "fetch": bench.fetch,
         "model": bench.model,
         "latency": bench.latency,
-        "post": bench.post,
-        "formats": bench.formats,
         "packed": bench.packed,
         "nixl": bench.nixl,
+        "post": bench.post,
+        "ceilings": bench.ceilings,
+        "kernels": bench.kernels,
+        "formats": bench.formats,
         "peers": lambda: of_peers(total, args.calls, args.peer_timeout),
     }
     wanted = args.steps.split(",") if args.steps else list(steps)

@@ -51,11 +51,12 @@ def layout_of(block_bytes: int, num_blocks: int) -> CacheLayout:
 
 
 def allocate(layout: CacheLayout, memory: str) -> dict[str, np.ndarray]:
-    """Touched memory for every region: shared, private, or gpu (CuPy)."""
-    if memory == "gpu":
+    """Touched memory for every region: shared, private, gpu (CuPy), or finite (gpu, without NaN and infinity)."""
+    if memory in ("gpu", "finite"):
         import cupy
 
-        return {r.name: cupy.random.randint(0, 256, r.nbytes, dtype=cupy.uint8) for r in layout.regions}
+        largest = 256 if memory == "gpu" else 64
+        return {r.name: cupy.random.randint(0, largest, r.nbytes, dtype=cupy.uint8) for r in layout.regions}
     make = kvxfer.shared_empty if memory == "shared" else lambda nbytes: np.empty(nbytes, np.uint8)
     arrays = {region.name: make(region.nbytes) for region in layout.regions}
     for array in arrays.values():

@@ -74,8 +74,9 @@ class Connector:
         `ways` are the ways that a fetch or send of this side may take, best first. Where memory is not mapped, direct
         and packed are weighed by what the link was measured to cost when it was made; `costs` says it instead.
 
-        `checksums` asks for an xxh3 of every packed chunk that this side receives (needs the extra ``checksum`` on both
-        sides). `check_finite` refuses to pack NaN or infinity into a lossy wire format; without it they saturate.
+        `checksums` asks for a checksum of every packed chunk that this side receives (needs the extra ``checksum``
+        where hosts pack or check xxh3). `check_finite` refuses to pack NaN or infinity into a lossy wire format;
+        without it they saturate.
 
         `secret` signs messages and tickets; every connector that may talk to another has the same. Without one, only
         loopback addresses are allowed, unless `allow_unauthenticated` is set.

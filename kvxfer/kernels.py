@@ -9,6 +9,7 @@ releases the GIL while bytes move.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ import numpy as np
 
 from kvxfer import _native
 from kvxfer.errors import InvalidRequest, NonFiniteValue
+from kvxfer.formats.checksums import Checksum, checksum
 from kvxfer.formats.plan import PackedPart, PackedPlan
 from kvxfer.formats.rows import PACKED_ROW
 from kvxfer.plan import ROW, Chunk, PlanPart, TransferPlan
@@ -79,11 +81,14 @@ class PreparedPackedPlan:
         *,
         threads: int = 1,
         check: bool = True,
+        summed: bool = False,
         wire_on_gpu: bool = False,
-    ) -> None:
+    ) -> Checksum | None:
         """Source blocks to the packed bytes at address `wire`, which has room for ``chunk.wire_bytes``.
 
-        `wire_on_gpu` is for blocks on a GPU only (`cuda.mover.CudaPackedPlan`).
+        With `summed`, returns their checksum; raises MissingExtra without xxhash. `wire_on_gpu` is for blocks on a GPU
+        only (`cuda.mover.CudaPackedPlan`).
+
         With `check`, NaN or infinity under a lossy codec raises NonFiniteValue when the chunk is packed;
         without, they saturate (`formats.elements.finite`).
         """
@@ -92,7 +97,7 @@ class PreparedPackedPlan:
             raise InvalidRequest("this plan was made without the source's block ids and cannot pack")
         if self._raw is not None:
             self._raw.gather(chunk, src_bases, wire, threads=threads)
-            return
+            return self._sum(chunk, wire) if summed else None
         part = self._parts[chunk.part]
         bad = _native.pack(part, chunk.first, chunk.count, src_bases.ctypes.data, wire, threads)
         if bad and check:
@@ -101,6 +106,11 @@ class PreparedPackedPlan:
                 "chunk hold NaN or infinity; send this cache with wire='raw', or switch the check off to let "
                 "them saturate"
             )
+        return self._sum(chunk, wire) if summed else None
+
+    @staticmethod
+    def _sum(chunk: Chunk, wire: int) -> Checksum:
+        return checksum(memoryview((ctypes.c_uint8 * chunk.wire_bytes).from_address(wire)).cast("B"))
 
     def unpack(
         self, chunk: Chunk, wire: int, dst_bases: np.ndarray, *, threads: int = 1, wire_on_gpu: bool = False

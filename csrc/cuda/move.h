@@ -33,6 +33,8 @@ struct Moves {
   std::uint32_t count;
 };
 
+static_assert(sizeof(Moves) <= 4096, "what a kernel takes by value");
+
 struct MoveLaunch {
   Moves moves;
   std::uint32_t blocks, vector_bytes;

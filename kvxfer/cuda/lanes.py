@@ -32,7 +32,7 @@ _LEAST_BYTES = 1 << 20
 _IN_PLACE_COPIES = 1024  # tables of up to as many copies are read from pinned memory, without being copied first
 _PRIORITY = -1  # before the engine's kernels: a lane takes few multiprocessors and somebody waits for it
 
-_DONE, _FLAG, _SEEN = 0, 16, 32  # offsets of a lane's words
+_DONE, _FLAG, _SEEN, _DIGEST = 0, 16, 32, 48  # offsets of a lane's words
 _WORDS_BYTES = 64
 
 
@@ -94,6 +94,15 @@ class Lane:
     def flag_is_set(self) -> bool:
         """Whether a kernel has set it. After `finish`."""
         return ctypes.c_uint32.from_address(self._words.address + _FLAG).value != 0
+
+    @property
+    def digest(self) -> int:
+        """Address of 8 bytes for a checksum that a kernel has made."""
+        return self._words.address + _DIGEST
+
+    def digest_word(self) -> int:
+        """What lies there. After `finish`."""
+        return ctypes.c_uint64.from_address(self.digest).value
 
     def scratch(self, nbytes: int) -> int:
         """Address of device memory for one packed chunk."""

@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from kvxfer.cuda.digest import checksum_on_device
 from kvxfer.cuda.lanes import Ending, Lane, Lanes
 from kvxfer.cuda.packed import PreparedCudaPackedPlan
 from kvxfer.cuda.plan import PreparedCudaPlan
 from kvxfer.cuda.runtime import copy_bytes
 from kvxfer.errors import NonFiniteValue
-from kvxfer.formats import PackedPlan
-from kvxfer.plan import Chunk, TransferPlan
+from kvxfer.formats import Checksum, ChecksumKind, PackedPlan
+from kvxfer.plan import WIRE_ALIGNMENT, Chunk, TransferPlan, together
 
 PIECE_BYTES = 1 << 30  # what one launch carries out: a few milliseconds of the link
 
@@ -48,18 +49,18 @@ class CudaPlan:
         Between pieces it asks `go_on` and tells `moved` the bytes of each. After the last piece the device does what
         `ending` says. False when it was not to go on: then nothing of `ending` was done.
         """
-        chunks = list(self.plan.chunks(PIECE_BYTES))
+        pieces = list(together(self.plan.chunks(PIECE_BYTES), PIECE_BYTES))
         with self._lanes.lane() as lane:
-            prepared = self._prepare(lane, src_bases, dst_bases) if chunks else None
+            prepared = self._prepare(lane, src_bases, dst_bases) if pieces else None
             for event in after:
                 lane.wait_for(event)
-            for chunk in chunks:
+            for piece in pieces:
                 if not go_on():
                     return False
-                prepared.copy(chunk, stream=lane.queue, max_sms=self._max_sms)
-                lane.finish(ending if chunk is chunks[-1] else None)
-                moved(chunk.wire_bytes)
-            if not chunks:
+                prepared.copy(piece, stream=lane.queue, max_sms=self._max_sms)
+                lane.finish(ending if piece is pieces[-1] else None)
+                moved(sum(chunk.wire_bytes for chunk in piece))
+            if not pieces:
                 lane.finish(ending)
         return True
 
@@ -85,25 +86,35 @@ class CudaPackedPlan:
         *,
         threads: int = 1,
         check: bool = True,
+        summed: bool = False,
         wire_on_gpu: bool = False,
-    ) -> None:
+    ) -> Checksum | None:
         """Source blocks to the packed bytes at address `wire`, of this GPU with `wire_on_gpu`, else of the host.
+
+        With `summed`, returns their checksum.
 
         With `check`, raises NonFiniteValue for NaN or infinity under a lossy codec.
         """
         with self._lanes.lane() as lane:
             prepared = self._prepare(lane, src_bases, None)
-            packed = wire if wire_on_gpu else lane.scratch(chunk.wire_bytes)
+            digest = -(-chunk.wire_bytes // WIRE_ALIGNMENT) * WIRE_ALIGNMENT  # behind the packed bytes
+            scratch = lane.scratch(WIRE_ALIGNMENT if wire_on_gpu else digest + WIRE_ALIGNMENT)
+            packed, digest = (wire, scratch) if wire_on_gpu else (scratch, scratch + digest)
             flag = lane.cleared_flag()
             prepared.pack(chunk, packed, stream=lane.queue, max_sms=self._max_sms, nonfinite=flag)
             if not wire_on_gpu:
                 copy_bytes(wire, packed, chunk.wire_bytes, device=lane.device, stream=lane.queue)
+            if summed:
+                options = {"device": lane.device, "stream": lane.queue}
+                checksum_on_device(packed, chunk.wire_bytes, digest, max_sms=self._max_sms, **options)
+                copy_bytes(lane.digest, digest, 8, **options)
             lane.finish()
             if check and lane.flag_is_set():
                 raise NonFiniteValue(
                     f"wire format {self.plan.wire} packs finite values only, and this chunk holds NaN or infinity; "
                     "send this cache with wire='raw', or switch the check off to let them saturate"
                 )
+            return Checksum(ChecksumKind.MIX64, lane.digest_word()) if summed else None
 
     def unpack(
         self, chunk: Chunk, wire: int, dst_bases: np.ndarray, *, threads: int = 1, wire_on_gpu: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -46,10 +47,10 @@ class PlanPart:
     def __post_init__(self) -> None:
         count = len(self.segments.src_block)
         if self.segments.tokens is None:
-            sizes = self.rows["unit_bytes"].astype(np.int64)
-            object.__setattr__(self, "wire_bytes", int(_align(sizes).sum()))
+            wire_bytes, nbytes = _whole_bytes(self.rows["unit_bytes"].tobytes())
+            object.__setattr__(self, "wire_bytes", wire_bytes)
             object.__setattr__(self, "wire_start", None)
-            object.__setattr__(self, "nbytes", int(sizes.sum()) * count)
+            object.__setattr__(self, "nbytes", nbytes * count)
             return
         # Few shapes (token spans) stand for many segments: sizes are worked out once a shape.
         spans = self.segments.src_token.astype(np.int64) << 32 | self.segments.tokens
@@ -177,6 +178,13 @@ def together(chunks: Iterable[Chunk], max_bytes: int) -> Iterator[list[Chunk]]:
 
 def _align(sizes: np.ndarray) -> np.ndarray:
     return (sizes + WIRE_ALIGNMENT - 1) // WIRE_ALIGNMENT * WIRE_ALIGNMENT
+
+
+@lru_cache(maxsize=256)
+def _whole_bytes(units: bytes) -> tuple[int, int]:
+    """Packed and plain bytes of a segment of whole rows, from their sizes; the same for every request of a join."""
+    sizes = np.frombuffer(units, "<u8").astype(np.int64)
+    return int(_align(sizes).sum()), int(sizes.sum())
 
 
 def _row_bytes(rows: np.ndarray, src_token: np.ndarray, tokens: np.ndarray) -> np.ndarray:

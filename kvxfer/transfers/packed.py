@@ -25,7 +25,7 @@ from kvxfer.backends.base import Direction
 from kvxfer.control.messages import Chunk as ChunkMessage
 from kvxfer.control.messages import Credit, PackedOffer
 from kvxfer.errors import BackendError, KvxferError, as_kvxfer_error
-from kvxfer.formats import HEADER_BYTES, ChunkHeader, checksum
+from kvxfer.formats import HEADER_BYTES, ChunkHeader
 from kvxfer.kernels import PreparedPackedPlan
 from kvxfer.peers.remote import Peer
 from kvxfer.plan import Chunk
@@ -210,16 +210,16 @@ class PackedSource:
         """A header and a chunk into a slot, or a chunk whose header goes apart; returns the header. Mover thread."""
         prepared, payload = self._stages[stage], address + HEADER_BYTES
         on_gpu = self._outbox is not None and self._outbox.device != "cpu"
-        prepared.pack(
+        made = prepared.pack(
             chunk,
             self._src_bases,
             payload,
             threads=self._node.limits.copy_threads,
             check=self._node.check_finite,
+            summed=self._offer.checksums,
             wire_on_gpu=on_gpu,
         )
-        crc = checksum(_view(payload, chunk.wire_bytes)) if self._offer.checksums else None
-        header = prepared.plan.header(index, chunk, crc).encode()
+        header = prepared.plan.header(index, chunk, made).encode()
         if not self._offer.headers_apart:
             ctypes.memmove(address, header, HEADER_BYTES)
         return header

@@ -3,6 +3,7 @@
 # benchmarks, compute-sanitizer. Run from the repository. Writes logs and JSON to $OUT (default: build/gpu).
 #
 #   STEPS="..."     of: tests formats peer ipc backend nixl bench bench_copy bench_formats sanitizer sanitizer_formats
+#   MAXFAIL=10     failed tests after which a step ends
 #   BENCH="..."     arguments of benchmarks/bench_gpu.py, say --steps fetch,latency
 #   OUT=...         where results go
 #   TARGET=...      where the package is put together (default: a fresh folder)
@@ -34,7 +35,7 @@ step() {  # name, seconds, command...: runs it with a limit, keeps its log, says
 tests() {  # name, seconds, arguments of pytest...
   local name=$1 limit=$2
   shift 2
-  step "$name" "$limit" "$PYTHON" -m pytest -q -x --timeout 60 -p no:cacheprovider "$@"
+  step "$name" "$limit" "$PYTHON" -m pytest -q --maxfail "${MAXFAIL:-10}" --timeout 60 -p no:cacheprovider "$@"
   tail -n 1 "$LOGS/$name.log"
 }
 
