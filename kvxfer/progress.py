@@ -10,6 +10,7 @@ Imports pyzmq (for its poller) and nothing of kvxfer but errors.
 from __future__ import annotations
 
 import collections
+import ctypes
 import heapq
 import itertools
 import logging
@@ -23,6 +24,11 @@ import zmq
 from kvxfer.errors import Closed
 
 _log = logging.getLogger(__name__)
+
+# Called with the GIL held, unlike os.eventfd_write: else the thread that is woken takes it, and whoever woke it, often
+# on the way out of a transfer, waits until that thread has sent its messages.
+_eventfd_write = ctypes.PyDLL(None).eventfd_write
+_eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 
 _FIRST_PAUSE_S = 20e-6  # between two looks at operations under way
 _LAST_PAUSE_S = 5e-3
@@ -133,10 +139,7 @@ class ProgressThread:
             self._thread.join(timeout_s)
 
     def _wake(self) -> None:
-        try:
-            os.eventfd_write(self._wake_fd, 1)
-        except OSError:  # the thread has ended and closed it
-            pass
+        _eventfd_write(self._wake_fd, 1)  # fails when the thread has ended and closed it
 
     def _run(self) -> None:
         try:

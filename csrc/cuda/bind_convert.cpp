@@ -55,10 +55,7 @@ void bind_convert(nb::module_& m) {
            })
       .def("bind", &PreparedPackedPart::bind)
       .def("load_kernels",
-           [](const PreparedPackedPart& part, int device) {
-             const DeviceScope scope(device);
-             return scope.status() ? scope.status() : load_convert_kernels(part);
-           })
+           [](const PreparedPackedPart& part, int device) { return load_convert_kernels(device, part); })
       .def("launch",
            [](const PreparedPackedPart& part, int device, int direction, std::int64_t first, std::int64_t count,
               std::uint64_t wire, std::uint64_t nonfinite, std::uint64_t stream, int max_sms) {

@@ -58,10 +58,7 @@ void bind_move(nb::module_& m) {
            [](const PreparedPart& part, std::uint64_t host) { part.fill(reinterpret_cast<std::uint8_t*>(host)); })
       .def("bind", &PreparedPart::bind)
       .def("load_kernels",
-           [](const PreparedPart& part, int device) {
-             const DeviceScope scope(device);
-             return scope.status() ? scope.status() : load_kernels(part);
-           });
+           [](const PreparedPart& part, int device) { return load_kernels(device, part); });
 
   m.def("launch_moves",
         [](int device, int direction, const nb::list& ranges, std::uint64_t stream, int max_sms) {

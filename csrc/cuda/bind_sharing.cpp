@@ -86,9 +86,9 @@ void bind_words(nb::module_& m) {
   m.def("stream_write_word", [](int device, uint64_t stream, uint64_t word, uint64_t value) {
     return on(device, [&] { return stream_write_word(stream, word, value); });
   });
-  m.def("await_word", [](uint64_t word, uint32_t value, uint32_t spin_us) {
+  m.def("await_word", [](uint64_t word, uint32_t value, uint32_t spin_us, uint32_t doze_us) {
     nb::gil_scoped_release unlocked;
-    return await_word(word, value, spin_us);
+    return await_word(word, value, spin_us, doze_us);
   });
   m.def("stream_error", [](int device, uint64_t stream) {
     return on(device, [&] { return stream_error(stream); });

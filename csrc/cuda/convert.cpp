@@ -27,11 +27,10 @@ const void* kernel_of(const ConvertGroup& group) {
 
 }  // namespace
 
-int load_convert_kernels(const PreparedPackedPart& part) {
+int load_convert_kernels(int device, const PreparedPackedPart& part) {
   for (const Direction direction : {Direction::copy, Direction::gather, Direction::scatter}) {
     for (const ConvertGroup& group : part.groups(direction)) {
-      cudaFuncAttributes attributes{};
-      if (const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel_of(group))) return status;
+      if (const int status = load_kernel(device, kernel_of(group))) return status;
     }
   }
   return cudaSuccess;

@@ -27,7 +27,7 @@ ConvertGeometry convert_geometry(const PreparedPackedPart& part, const ConvertGr
                                  std::int64_t first, std::int64_t count, int sms);
 
 // Loads the kernels that the part needs; see load_kernels of move.h.
-int load_convert_kernels(const PreparedPackedPart& part);
+int load_convert_kernels(int device, const PreparedPackedPart& part);
 
 // Enqueues on the stream, a kernel a group, and returns a cudaError_t. Neither allocates nor synchronises.
 int launch_convert(const PreparedPackedPart& part, const ConvertCall& call);

@@ -3,6 +3,9 @@
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <mutex>
+#include <set>
+#include <utility>
 #include <vector>
 
 #include "cuda/driver.h"
@@ -47,6 +50,19 @@ DeviceScope::~DeviceScope() {
   static const DriverFunction<CUresult (*)(CUcontext*)> pop("cuCtxPopCurrent", 4000);
   CUcontext popped = nullptr;
   if (!status_) pop(&popped);
+}
+
+int load_kernel(int device, const void* kernel) {
+  static std::mutex lock;
+  static std::set<std::pair<int, const void*>> loaded;
+  const std::lock_guard<std::mutex> guard(lock);
+  if (loaded.count({device, kernel})) return cudaSuccess;
+  const DeviceScope scope(device);
+  if (scope.status()) return scope.status();
+  cudaFuncAttributes attributes{};
+  const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
+  if (status == cudaSuccess) loaded.insert({device, kernel});
+  return status;
 }
 
 const char* error_name(int status) { return cudaGetErrorName(static_cast<cudaError_t>(status)); }

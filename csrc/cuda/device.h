@@ -22,6 +22,9 @@ class DeviceScope {
   int status_;
 };
 
+// Loads a kernel onto a device, once: a first launch would load it, and may wait for the device to do so.
+int load_kernel(int device, const void* kernel);
+
 const char* error_name(int status);
 const char* error_text(int status);
 

@@ -24,12 +24,9 @@ const void* kernel_of(std::uint32_t vector_bytes) {
 
 }  // namespace
 
-int load_kernels(const PreparedPart& part) {
+int load_kernels(int device, const PreparedPart& part) {
   for (const Direction direction : {Direction::copy, Direction::gather, Direction::scatter}) {
-    cudaFuncAttributes attributes{};
-    if (const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel_of(part.vector_bytes(direction)))) {
-      return status;
-    }
+    if (const int status = load_kernel(device, kernel_of(part.vector_bytes(direction)))) return status;
   }
   return cudaSuccess;
 }

@@ -45,7 +45,7 @@ std::vector<MoveLaunch> launches_of(const MoveCall& call, const std::vector<Move
 
 // Loads the kernels that the part may need onto the current device, before the first launch: loading one at its first
 // launch could wait for the device, which a stream that is being captured must not.
-int load_kernels(const PreparedPart& part);
+int load_kernels(int device, const PreparedPart& part);
 
 // Enqueues on the stream and returns a cudaError_t. Neither allocates on the device nor synchronises, so it can be
 // captured into a graph. Nothing is checked that the plan has checked.

@@ -1,5 +1,7 @@
 #include "cuda/words.h"
 
+#include <sys/prctl.h>
+
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -25,6 +27,20 @@ void rest() {
   std::this_thread::yield();
 #endif
 }
+
+// While it lives, the thread's sleeps end when they should: by default the kernel adds up to 50 us.
+class PreciseSleep {
+ public:
+  PreciseSleep() : slack_(prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0)) { prctl(PR_SET_TIMERSLACK, 1000UL, 0, 0, 0); }
+  ~PreciseSleep() {
+    if (slack_ > 0) prctl(PR_SET_TIMERSLACK, static_cast<unsigned long>(slack_), 0, 0, 0);
+  }
+  PreciseSleep(const PreciseSleep&) = delete;
+  PreciseSleep& operator=(const PreciseSleep&) = delete;
+
+ private:
+  int slack_;
+};
 
 struct Wait {
   std::uint64_t word;
@@ -59,15 +75,22 @@ int stream_write_word(std::uint64_t stream, std::uint64_t word, std::uint64_t va
                static_cast<unsigned>(CU_STREAM_WRITE_VALUE_DEFAULT));
 }
 
-bool await_word(std::uint64_t word, std::uint32_t value, std::uint32_t spin_us) {
+bool await_word(std::uint64_t word, std::uint32_t value, std::uint32_t spin_us, std::uint32_t doze_us) {
+  using Clock = std::chrono::steady_clock;
   if (reached(word, value)) return true;
-  const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(spin_us);
-  do {
+  const auto spin_until = Clock::now() + std::chrono::microseconds(spin_us);
+  const auto doze_until = spin_until + std::chrono::microseconds(doze_us);
+  while (Clock::now() < spin_until) {
     for (int i = 0; i < 16; ++i) {
       rest();
       if (reached(word, value)) return true;
     }
-  } while (std::chrono::steady_clock::now() < until);
+  }
+  const PreciseSleep precise;
+  while (Clock::now() < doze_until) {
+    std::this_thread::sleep_for(std::chrono::microseconds(5));
+    if (reached(word, value)) return true;
+  }
   return false;
 }
 

@@ -24,8 +24,9 @@ int stream_wait_word_on_host(std::uint64_t stream, std::uint64_t word, std::uint
 // Let a stream write a 64-bit word of pinned memory once everything before it is done and visible.
 int stream_write_word(std::uint64_t stream, std::uint64_t word, std::uint64_t value);
 
-// Spins until the word has reached the value, for `spin_us` at most; returns whether it has.
-bool await_word(std::uint64_t word, std::uint32_t value, std::uint32_t spin_us);
+// Waits until the word has reached the value: spins for `spin_us`, then looks between short sleeps for another `doze_us`.
+// Returns whether it has.
+bool await_word(std::uint64_t word, std::uint32_t value, std::uint32_t spin_us, std::uint32_t doze_us);
 
 // Whether what is enqueued on the stream has failed: an error once it has, 0 while it runs or when it is done.
 int stream_error(std::uint64_t stream);

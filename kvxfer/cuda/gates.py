@@ -38,7 +38,7 @@ class Gate:
 
     def is_open(self) -> bool:
         """Whether streams pass."""
-        return native().await_word(self.address, self.value, 0)
+        return native().await_word(self.address, self.value, 0, 0)
 
     def hold(self, stream: Any) -> None:
         """Let a stream, as `stream_address` takes it, wait until the gate is open; the host does not wait."""

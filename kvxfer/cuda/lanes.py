@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -24,10 +23,8 @@ from kvxfer.cuda.runtime import DeviceMemory, PinnedMemory, Stream
 from kvxfer.formats import PackedPlan
 from kvxfer.plan import ROW, PlanPart, Segments, TransferPlan
 
-_SPIN_US = 200  # a small transfer ends within; sleeping costs 50 us and more
-_GLANCE_US = 2
-_POLL_S = 20e-6
-_CHECK_EVERY = 64  # sleeps between two looks for an error of the device
+_SPIN_US = 200  # a small transfer ends within
+_DOZE_US = 2000  # between two looks for an error of the device
 _LEAST_BYTES = 1 << 20
 _IN_PLACE_COPIES = 1024  # tables of up to as many copies are read from pinned memory, without being copied first
 _PRIORITY = -1  # before the engine's kernels: a lane takes few multiprocessors and somebody waits for it
@@ -121,13 +118,10 @@ class Lane:
         if self._idle and ending is None:
             return
         self._report(ending)
-        words, looks = self._words.address, 0
-        if not native().await_word(words + _DONE, self._said, _SPIN_US):
-            while not native().await_word(words + _DONE, self._said, _GLANCE_US):
-                looks += 1
-                if looks % _CHECK_EVERY == 0:
-                    check(native().stream_error(self.device, self._stream.address), "moving blocks")
-                time.sleep(_POLL_S)
+        words, spin_us = self._words.address, _SPIN_US
+        while not native().await_word(words + _DONE, self._said, spin_us, _DOZE_US):
+            check(native().stream_error(self.device, self._stream.address), "moving blocks")
+            spin_us = 0
         self._idle = True
         if ending is not None and ending.lease_word:
             ending.seen = ctypes.c_uint64.from_address(words + _SEEN).value

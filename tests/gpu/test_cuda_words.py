@@ -36,17 +36,17 @@ def test_a_gate_is_closed_until_it_is_opened():
 )
 def test_words_are_compared_cyclically(word, value, reached):
     memory = np.array([word], np.uint32)
-    assert native().await_word(memory.ctypes.data, value, 0) is reached
+    assert native().await_word(memory.ctypes.data, value, 0, 0) is reached
 
 
 def test_waiting_spins_for_the_time_given_and_without_the_gil():
     memory = np.zeros(1, np.uint32)
     began = time.monotonic()
-    assert not native().await_word(memory.ctypes.data, 1, 20_000)
+    assert not native().await_word(memory.ctypes.data, 1, 10_000, 10_000)
     assert 0.02 <= time.monotonic() - began < 1.0
     setter = threading.Timer(0.05, lambda: memory.__setitem__(0, 1))
     setter.start()
-    assert native().await_word(memory.ctypes.data, 1, 5_000_000)
+    assert native().await_word(memory.ctypes.data, 1, 0, 5_000_000)
     assert time.monotonic() - began < 4.0
 
 
