@@ -1,0 +1,50 @@
+"""Environment variables of engines under test, and ports that nobody else takes."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+_SITE = Path(__file__).parent / "site"
+_REPOSITORY = Path(__file__).parents[3]
+
+
+def environment(*, core: int, ranks: int = 1, nixl_port: int | None = None) -> dict[str, str]:
+    """For one engine, whose worker computes on `core`; with several ranks, rank i computes on core i.
+
+    Without these settings a pair of engines on two cores answers too, in seconds rather than milliseconds.
+    """
+    names = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONPATH": f"{_SITE}:{_REPOSITORY}",
+        # One thread a worker, each worker on its own core; by itself every engine would take core 0.
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": str(core) if ranks == 1 else "|".join(map(str, range(ranks))),
+        # The worker in the engine's process.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if ranks == 1 else "1",
+        # With eager execution only the ranking of log-probabilities would be compiled, for seconds.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    if ranks > 1:
+        names["FEW_CORES_YIELD_S"] = "1e-4"
+    if nixl_port is not None:
+        names |= {"FEW_CORES_NIXL_US": "200", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(nixl_port)}
+    return {**os.environ, **names}
+
+
+class Port:
+    """A port of 127.0.0.1 that only a server which reuses addresses, as ours do, can still listen on.
+
+    The socket is bound and never listens, so the kernel gives the number to nobody else until `close`.
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind(("127.0.0.1", 0))
+        self.number: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        self._socket.close()
