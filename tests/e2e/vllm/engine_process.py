@@ -1,12 +1,16 @@
-"""The process behind `Engine`: steps a vLLM engine and carries out verbs that come over a pipe. Run as a script."""
+"""The process behind `Engine`: steps a vLLM engine and carries out verbs that come over a pipe."""
 
 from __future__ import annotations
 
-import sys
+import os
+import runpy
 import time
+from collections import Counter
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+import torch
 from vllm import EngineArgs, SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
@@ -14,6 +18,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from .corruption import Corruption
 from .engine import Answer, Choice, Request
+from .environment import SITE
 
 
 class Side:
@@ -23,6 +28,7 @@ class Side:
         self._pipe = pipe
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._scheduler = self._engine.engine_core.engine_core.scheduler
+        self._scheduled_tokens = self._count_scheduled_tokens()
         self._internal_ids: dict[str, str] = {}
         self._answers: dict[str, Answer] = {}
         self._awaited: list[str] | None = None
@@ -46,7 +52,8 @@ class Side:
 
     def add(self, request: Request) -> None:
         params = SamplingParams(
-            temperature=0.0,
+            temperature=0.0 if request.n == 1 else 1.0,
+            top_k=1,  # greedy too, where vLLM does not take a temperature of 0
             max_tokens=request.max_tokens,
             n=request.n,
             stop_token_ids=list(request.stop),
@@ -89,7 +96,7 @@ class Side:
     def _step(self) -> None:
         outputs = self._engine.step()
         for output in outputs:
-            self._answers[output.request_id] = _answer(output)
+            self._answers[output.request_id] = self._answer(output)
         if not outputs:
             time.sleep(0.001)  # as vLLM's own loop does, so that a transfer's threads get the core
 
@@ -98,28 +105,47 @@ class Side:
             self._pipe.send([self._answers.pop(name) for name in self._awaited])
             self._awaited = None
 
+    def _count_scheduled_tokens(self) -> Counter[str]:
+        """Tokens that each request has been given to compute."""
+        counts: Counter[str] = Counter()
+        schedule = self._scheduler.schedule
 
-def _answer(output: RequestOutput) -> Answer:
-    choices = [
-        Choice(
-            tokens=list(one.token_ids),
-            logprobs=[step[token].logprob for step, token in zip(one.logprobs or [], one.token_ids, strict=True)],
-            finish=str(one.finish_reason),
-        )
-        for one in output.outputs
-    ]
-    return Answer(choices=choices, kv=output.kv_transfer_params, cached_tokens=output.num_cached_tokens or 0)
+        def counted_schedule(*args: Any, **options: Any) -> Any:
+            output = schedule(*args, **options)
+            counts.update(output.num_scheduled_tokens)
+            return output
+
+        self._scheduler.schedule = counted_schedule
+        return counts
+
+    def _answer(self, output: RequestOutput) -> Answer:
+        choices = [
+            Choice(
+                tokens=list(one.token_ids),
+                logprobs=[step[token].logprob for step, token in zip(one.logprobs or [], one.token_ids, strict=True)],
+                finish=str(one.finish_reason),
+            )
+            for one in output.outputs
+        ]
+        # With n > 1 the engine has one request for each choice, whose id ends with that of the whole.
+        whole = self._internal_ids[output.request_id]
+        scheduled = sum(count for name, count in self._scheduled_tokens.items() if name.endswith(whole))
+        generated = sum(max(len(choice.tokens) - 1, 0) for choice in choices)  # the last one is not put in again
+        return Answer(choices=choices, kv=output.kv_transfer_params, computed_tokens=scheduled - generated)
 
 
-def main() -> None:
-    pipe = Connection(int(sys.argv[1]))
+def run(pipe: Connection, log: Path, names: dict[str, str], arguments: dict[str, Any]) -> None:
+    """The life of the process: `names` goes into its environment, all that it prints into `log`."""
+    os.setsid()
+    with log.open("ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.update(names)
+    runpy.run_path(str(SITE / "sitecustomize.py"))
+    torch.set_num_threads(1)
     try:
-        side = Side(pipe, pipe.recv())
+        side = Side(pipe, arguments)
         pipe.send(None)
         side.run()
     except EOFError:
         pass
-
-
-if __name__ == "__main__":
-    main()

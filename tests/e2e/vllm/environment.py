@@ -5,33 +5,38 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
-_SITE = Path(__file__).parent / "site"
+SITE = Path(__file__).parent / "site"
 _REPOSITORY = Path(__file__).parents[3]
 
 
-def environment(*, core: int, ranks: int = 1, nixl_port: int | None = None) -> dict[str, str]:
-    """For one engine, whose worker computes on `core`; with several ranks, rank i computes on core i.
+COMMON = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    # One thread a worker: torch would start one for each core of the machine, on the single core that vLLM binds it to.
+    "OMP_NUM_THREADS": "1",
+    # The worker in the engine's process.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # With eager execution only the ranking of log-probabilities would be compiled, for seconds.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+"""For every engine. Without these and the others, two engines on two cores take seconds to answer."""
 
-    Without these settings a pair of engines on two cores answers too, in seconds rather than milliseconds.
-    """
-    names = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "PYTHONPATH": f"{_SITE}:{_REPOSITORY}",
-        # One thread a worker, each worker on its own core; by itself every engine would take core 0.
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": str(core) if ranks == 1 else "|".join(map(str, range(ranks))),
-        # The worker in the engine's process.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if ranks == 1 else "1",
-        # With eager execution only the ranking of log-probabilities would be compiled, for seconds.
-        "TORCHDYNAMO_DISABLE": "1",
-    }
+
+def for_engine(*, core: int, ranks: int = 1, nixl_port: int | None = None) -> dict[str, str]:
+    """What one engine needs besides `COMMON`: its worker computes on `core`, or rank i of several on core i."""
+    names = {"VLLM_CPU_OMP_THREADS_BIND": str(core) if ranks == 1 else "|".join(map(str, range(ranks)))}
     if ranks > 1:
         names["FEW_CORES_YIELD_S"] = "1e-4"
     if nixl_port is not None:
         names |= {"FEW_CORES_NIXL_US": "200", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(nixl_port)}
-    return {**os.environ, **names}
+    return names
+
+
+def for_server(**options: Any) -> dict[str, str]:
+    """The whole environment of a server's process; options are those of `for_engine`."""
+    return {**os.environ, **COMMON, **for_engine(**options), "PYTHONPATH": f"{SITE}:{_REPOSITORY}"}
 
 
 class Port:
