@@ -67,8 +67,9 @@ class Connector:
         """Start the connector.
 
         `listen` is the ZeroMQ endpoint of the control channel (port 0: any free one); `advertise` is what peers are
-        told instead, for wildcard addresses. `backends` are names, or instances, in order of preference; "auto" takes
-        all that can be started. `ways` are the ways that a fetch or send of this side may take, best first.
+        told instead, for wildcard addresses (port 0: the port that is listened on). `backends` are names, or instances,
+        in order of preference; "auto" takes all that can be started. `ways` are the ways that a fetch or send of this
+        side may take, best first.
 
         `checksums` asks for an xxh3 of every packed chunk that this side receives (needs the extra ``checksum`` on both
         sides). `check_finite` refuses to pack NaN or infinity into a lossy wire format; without it they saturate.
@@ -162,6 +163,16 @@ class Connector:
         self._node.check_open()
         _check_members(members)
         self._node.on_progress(lambda: self._node.set_identity(members=dict(members)))
+
+    def join_engine(self, engine: str, generation: int) -> None:
+        """Belong to an engine whose name and generation another of its processes has chosen.
+
+        For a rank that starts before its scheduler, and before it publishes anything.
+        """
+        self._node.check_open()
+        checks.text("engine", engine)
+        checks.integer("generation", generation, 0, 2**63 - 1)
+        self._node.on_progress(lambda: self._node.set_identity(engine=engine, generation=generation))
 
     # --- caches and tickets ---------------------------------------------------------------------------------
 
