@@ -74,9 +74,11 @@ def _starter(log_folder: Callable[[str], Path]) -> Iterator[Start]:
         started.append(engine)
         return engine
 
-    yield start
-    for engine in started:
-        engine.kill()
+    try:
+        yield start
+    finally:
+        for engine in started:
+            engine.kill()
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from .environment import COMMON, Port, for_engine
+from .environment import COMMON, Ports, for_engine
 
 START_TIMEOUT_S = 180.0
 ANSWER_TIMEOUT_S = 120.0
@@ -112,12 +112,12 @@ class Engine:
             "kv_transfer_config": connector,
             **options,
         }
-        self._port = Port() if connector and "Nixl" in connector["kv_connector"] else None
+        self._port = Ports() if connector and "Nixl" in connector["kv_connector"] else None
         self._pipe, theirs = multiprocessing.Pipe()
         names = for_engine(
             core=core,
             ranks=options.get("tensor_parallel_size", 1),
-            nixl_port=self._port and self._port.number,
+            nixl_port=self._port and self._port.first,
         )
         with theirs, patch.dict(os.environ, COMMON):
             context = multiprocessing.get_context("forkserver")

@@ -39,17 +39,31 @@ def for_server(**options: Any) -> dict[str, str]:
     return {**os.environ, **COMMON, **for_engine(**options), "PYTHONPATH": f"{SITE}:{_REPOSITORY}"}
 
 
-class Port:
-    """A port of 127.0.0.1 that only a server which reuses addresses, as ours do, can still listen on.
+class Ports:
+    """Neighbouring ports of 127.0.0.1 that only a server which reuses addresses, as ours do, can still listen on.
 
-    The socket is bound and never listens, so the kernel gives the number to nobody else until `close`.
+    The sockets are bound and never listen, so the kernel gives the numbers to nobody else until `close`.
     """
 
-    def __init__(self) -> None:
-        self._socket = socket.socket()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind(("127.0.0.1", 0))
-        self.number: int = self._socket.getsockname()[1]
+    def __init__(self, count: int = 1) -> None:
+        self._sockets: list[socket.socket] = []
+        for _ in range(100):
+            try:
+                self.first: int = self._bind(0)
+                for offset in range(1, count):
+                    self._bind(self.first + offset)
+                return
+            except OSError:  # a neighbour is taken
+                self.close()
+        raise OSError(f"found no {count} free ports in a row")
+
+    def _bind(self, number: int) -> int:
+        bound = socket.socket()
+        self._sockets.append(bound)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", number))
+        return bound.getsockname()[1]
 
     def close(self) -> None:
-        self._socket.close()
+        while self._sockets:
+            self._sockets.pop().close()
