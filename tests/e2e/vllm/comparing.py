@@ -40,7 +40,7 @@ def deviation(answer: Answer, reference: Answer) -> float:
     return max(abs(a - b) for a, b in zip(answer.logprobs, reference.logprobs, strict=True))
 
 
-def assert_same(answers: Sequence[Answer], references: Sequence[Answer]) -> None:
+def assert_same(answers: Sequence[Answer], references: Sequence[Answer], tolerance: float = TOLERANCE) -> None:
     """The same tokens, with the same log-probabilities."""
     deviations = [deviation(a, r) for a, r in zip(answers, references, strict=True)]
-    assert max(deviations) <= TOLERANCE, deviations
+    assert max(deviations) <= tolerance, deviations
