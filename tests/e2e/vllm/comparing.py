@@ -9,8 +9,8 @@ from .engine import TO_PREFILL, Answer, Engine, Request
 from .models import VOCABULARY
 
 TOLERANCE = 1e-5
-"""Between log-probabilities of one float32 model computed in different batches: 3e-6 was the most ever seen. A single wrong
-block of many changes them by 1e-2 and more, often without changing a token."""
+"""Between log-probabilities of one float32 model computed in different batches: 3e-6 was the most ever seen. A single
+wrong block of many changes them by 1e-2 and more, often without changing a token."""
 
 
 def prompt(tokens: int, seed: int = 0) -> list[int]:
@@ -25,10 +25,10 @@ def prefill(engine: Engine, *prompts: Sequence[int], n: int = 1) -> list[dict]:
     return [answer.kv for answer in answers]
 
 
-def hand_over(prefill_engine: Engine, decode_engine: Engine, *prompts: Sequence[int], **options: object) -> list[Answer]:
-    """Answers of the decode engine, all prompts at once."""
-    handed = prefill(prefill_engine, *prompts)
-    return decode_engine.generate(
+def hand_over(source: Engine, target: Engine, *prompts: Sequence[int], **options: object) -> list[Answer]:
+    """Answers of the decode engine `target`, all prompts at once."""
+    handed = prefill(source, *prompts)
+    return target.generate(
         *(Request(prompt=p, kv=kv, **options) for p, kv in zip(prompts, handed, strict=True))
     )
 
@@ -44,3 +44,12 @@ def assert_same(answers: Sequence[Answer], references: Sequence[Answer], toleran
     """The same tokens, with the same log-probabilities."""
     deviations = [deviation(a, r) for a, r in zip(answers, references, strict=True)]
     assert max(deviations) <= tolerance, deviations
+
+
+def first_deviation(answer: Answer, reference: Answer) -> float:
+    """The largest difference among likely first tokens; infinite where less than half are likely to both."""
+    mine, theirs = answer.choices[0].first, reference.choices[0].first
+    shared = mine.keys() & theirs.keys()
+    if 2 * len(shared) < len(theirs):
+        return float("inf")
+    return max(abs(mine[token] - theirs[token]) for token in shared)

@@ -1,4 +1,4 @@
-"""Engines for the tests with vLLM. Without vLLM (in any environment but `make test-vllm`'s) the tests are not collected."""
+"""Engines for the tests with vLLM, which are collected where vLLM is installed: `make test-vllm`."""
 
 from __future__ import annotations
 

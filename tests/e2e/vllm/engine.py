@@ -1,8 +1,8 @@
 """A vLLM engine in a process of its own, driven over a pipe: `Engine`.
 
 The process (engine_process.py) steps the engine whenever there is something to do, so a prefill engine keeps its
-promises while a decode engine computes. It is forked from one that has imported vLLM already, which saves most of the time of
-a start.
+promises while a decode engine computes. It is forked from one that has imported vLLM already, which saves most of the
+time of a start.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class Choice:
     logprobs: list[float]
     finish: str
     """vLLM's finish reason."""
+    first: dict[int, float] = field(default_factory=dict)
+    """Log-probabilities of the tokens most likely to come first."""
 
 
 @dataclass(frozen=True, kw_only=True)

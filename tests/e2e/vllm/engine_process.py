@@ -20,6 +20,8 @@ from .corruption import Corruption
 from .engine import Answer, Choice, Request
 from .environment import SITE
 
+LIKELY_TOKENS = 20
+
 
 class Side:
     """Public methods are the verbs."""
@@ -59,7 +61,7 @@ class Side:
             stop_token_ids=list(request.stop),
             ignore_eos=True,
             detokenize=False,
-            logprobs=0,
+            logprobs=LIKELY_TOKENS,
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={"kv_transfer_params": request.kv} if request.kv else None,
         )
@@ -124,6 +126,7 @@ class Side:
                 tokens=list(one.token_ids),
                 logprobs=[step[token].logprob for step, token in zip(one.logprobs or [], one.token_ids, strict=True)],
                 finish=str(one.finish_reason),
+                first={token: entry.logprob for token, entry in (one.logprobs or [{}])[0].items()},
             )
             for one in output.outputs
         ]

@@ -21,7 +21,7 @@ import transformers
 from safetensors.torch import save_file
 
 from examples.tiny_engine.checkpoint import Checkpoint, find_checkpoint
-from examples.tiny_engine.tokenizer import Tokenizer
+from examples.tiny_engine.tokenizer import CONTROL_TOKEN_TYPE, Tokenizer
 
 CACHE = Path(__file__).parents[3] / "build" / "models"
 CONTEXT_TOKENS = 4096
@@ -171,9 +171,9 @@ def _smollm2(into: Path) -> None:
 
 
 def _save_tokenizer(tokenizer: Tokenizer, of: dict[str, Any], into: Path) -> None:
-    tokens = of["tokenizer.ggml.tokens"]
+    tokens, kinds = of["tokenizer.ggml.tokens"], of["tokenizer.ggml.token_type"]
     bpe = tokenizer._bpe
-    bpe.add_special_tokens([token for token, kind in zip(tokens, of["tokenizer.ggml.token_type"], strict=True) if kind == 3])
+    bpe.add_special_tokens([token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL_TOKEN_TYPE])
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         bos_token=tokens[of["tokenizer.ggml.bos_token_id"]],

@@ -1,7 +1,7 @@
-"""What goes wrong between two pools: wrong tickets, leases that run out, processes that die, clients that leave, garbage.
+"""What goes wrong between two pools: wrong tickets, expiry, processes that die, clients that leave, garbage.
 
-Whatever happens, nobody gets a wrong token. kv_load_failure_policy decides whether a request whose KV cannot be had is computed
-afresh or ends with an error.
+Whatever happens, nobody gets a wrong token. kv_load_failure_policy decides whether a request whose KV cannot be had is
+computed afresh or ends with an error.
 """
 
 from __future__ import annotations
@@ -210,7 +210,9 @@ def test_garbage_on_the_ports(decode: Decode, start_here: Start, reference: Refe
     ports.close()
 
 
-def test_one_of_two_prefill_engines_restarts(decode: Decode, steady: Engine, start_here: Start, reference: Reference) -> None:
+def test_one_of_two_prefill_engines_restarts(
+    decode: Decode, steady: Engine, start_here: Start, reference: Reference
+) -> None:
     """On the same ports. Its old tickets fail, its new ones are good, and the other's were never in danger."""
     ports, d = Ports(2), decode("recompute")
     connector = config("kvxfer")
@@ -239,7 +241,8 @@ def test_a_broken_ticket(decode: Decode, steady: Engine, reference: Reference, c
     a = prompt(300, seed=120 + len(change))
     [kv] = prefill(steady, a)
     ticket = kv["kvxfer_ticket"]
-    broken = {"cut": ticket[:-9], "flipped": ticket[:40] + ticket[41:42] + ticket[40:41] + ticket[42:], "empty": "", "number": 7}
+    flipped = ticket[:40] + ("A" if ticket[40] != "A" else "B") + ticket[41:]
+    broken = {"cut": ticket[:-9], "flipped": flipped, "empty": "", "number": 7}
     [answer] = d.generate(Request(prompt=a, kv={**kv, "kvxfer_ticket": broken[change]}))
     assert_same([answer], reference(a))
 

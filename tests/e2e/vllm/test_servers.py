@@ -41,7 +41,9 @@ class Pools:
 def pools(log_folder: Callable[[str], Path]) -> Iterator[Pools]:
     model, ports = str(models.folder("smollm2")), Ports(5)
     p, d, r, a, metrics = range(ports.first, ports.first + 5)
-    addresses = {"8100": str(p), "8200": str(d)}
+    prefill = launch_line("prefill", {"MODEL": model, "8100": str(p)})
+    decode = launch_line("decode", {"MODEL": model, "8200": str(d)})
+    router = launch_line("router", {"8000": str(r), "8100": str(p), "8200": str(d)})
     started: list[Server] = []
 
     def start(name: str, words: list[str], **options: int) -> Server:
@@ -50,15 +52,10 @@ def pools(log_folder: Callable[[str], Path]) -> Iterator[Pools]:
 
     try:
         yield Pools(
-            prefill=start("prefill", launch_line("prefill", {"MODEL": model, "8100": str(p)}) + FOR_CPU, port=p, core=0),
-            decode=start("decode", launch_line("decode", {"MODEL": model, "8200": str(d)}) + FOR_CPU, port=d, core=1),
+            prefill=start("prefill", prefill + FOR_CPU, port=p, core=0),
+            decode=start("decode", decode + FOR_CPU, port=d, core=1),
             alone=start("alone", ["vllm", "serve", model, "--port", str(a), *FOR_CPU], port=a, core=1),
-            router=start(
-                "router",
-                [*launch_line("router", {"8000": str(r), **addresses}), *ROUTER_QUIET, "--prometheus-port", str(metrics)],
-                port=r,
-                core=0,
-            ),
+            router=start("router", [*router, *ROUTER_QUIET, "--prometheus-port", str(metrics)], port=r, core=0),
         )
     finally:
         for server in started:
@@ -101,12 +98,12 @@ def test_a_conversation(ready: Pools) -> None:
     """The second turn contains the first, which decode has already."""
     turns = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
     for _ in range(2):
-        [routed, alone] = (
-            server.post("/v1/chat/completions", {"messages": turns, "max_tokens": 24})["choices"][0]["message"]["content"]
+        answers = [
+            server.post("/v1/chat/completions", {"messages": turns, "max_tokens": 24})["choices"][0]["message"]
             for server in (ready.router, ready.alone)
-        )
-        assert routed == alone
-        turns += [{"role": "assistant", "content": routed}, {"role": "user", "content": "And of Italy?"}]
+        ]
+        assert answers[0]["content"] == answers[1]["content"]
+        turns += [answers[0], {"role": "user", "content": "And of Italy?"}]
     assert "Paris" in turns[1]["content"]
 
 

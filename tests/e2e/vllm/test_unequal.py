@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from . import connectors
-from .comparing import assert_same, hand_over, prompt
+from .comparing import assert_same, first_deviation, hand_over, prompt
 from .conftest import Reference, Start
+from .engine import Answer, Request
 
 PLAIN_ROTARY = {"custom_ops": ["all", "-rotary_embedding"]}
 """vLLM 0.32's rotary kernel for CPUs rotates only the first rows of what latent attention hands it."""
@@ -49,3 +50,57 @@ def test_tensor_parallelism(start_here: Start, reference: Reference, ranks: tupl
     answers = hand_over(*pair, *prompts)
     assert_same(answers, reference(*prompts))
     assert [answer.computed_tokens for answer in answers] == [1] * len(prompts)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "kvxfer",
+        pytest.param(
+            "nixl",
+            marks=[
+                pytest.mark.comparison,
+                pytest.mark.xfail(strict=True, reason="larger on decode: silently wrong; smaller: refused by decode"),
+            ],
+        ),
+    ],
+)
+@pytest.mark.parametrize("blocks", [(32, 64), (64, 32), (32, 96)], ids=str)
+def test_block_sizes(start_here: Start, reference: Reference, blocks: tuple[int, int], name: str) -> None:
+    """On a CPU the tokens of a block lie interleaved, so this is more than other offsets."""
+    connector = getattr(connectors, name)()
+    pair = [
+        start_here(role, connector=connector, core=core, block_size=size)
+        for core, (role, size) in enumerate(zip(("prefill", "decode"), blocks, strict=True))
+    ]
+    prompts = [prompt(tokens) for tokens in (*LENGTHS, 64, 65, 96)]
+    answers = hand_over(*pair, *prompts)
+    assert_same(answers, reference(*prompts))
+    assert [answer.computed_tokens for answer in answers] == [1] * len(prompts)
+    halves = [p[: len(p) // 2] + prompt(70, seed=1) for p in prompts]
+    assert_same(hand_over(*pair, *halves), reference(*halves))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fp8_in_decode(start_here: Start, reference: Reference, dtype: str) -> None:
+    """The first token's log-probabilities are as near to float32's as if the engine with fp8 had computed all itself.
+
+    And that is near enough to notice a lost block.
+    """
+    connector = connectors.kvxfer()
+    p = start_here("prefill", connector=connector, core=0, dtype=dtype)
+    d = start_here("decode", connector=connector, core=1, dtype=dtype, kv_cache_dtype="fp8")
+    prompts = [prompt(tokens, seed=9) for tokens in (100, 150, 200, 250, 300, 350)]
+    references = reference(*prompts)
+
+    def deviations(answers: list[Answer]) -> list[float]:
+        d.forget()
+        return [first_deviation(answer, expected) for answer, expected in zip(answers, references, strict=True)]
+
+    answers = hand_over(p, d, *prompts)
+    assert [answer.computed_tokens for answer in answers] == [1] * len(prompts)
+    handed_over = deviations(answers)
+    alone = deviations(d.generate(*(Request(prompt=x) for x in prompts)))
+    d.corrupt("zeroed")
+    damaged = deviations(hand_over(p, d, *prompts))
+    assert max(handed_over) <= max(alone) < min(damaged), (handed_over, alone, damaged)
