@@ -23,10 +23,10 @@ from safetensors.torch import save_file
 from examples.tiny_engine.checkpoint import Checkpoint, find_checkpoint
 from examples.tiny_engine.tokenizer import CONTROL_TOKEN_TYPE, Tokenizer
 
+from .comparing import VOCABULARY
+
 CACHE = Path(__file__).parents[3] / "build" / "models"
 CONTEXT_TOKENS = 4096
-VOCABULARY = 2048
-"""Tokens of the random models, which have no tokenizer: prompts are lists of numbers."""
 WINDOW_TOKENS = 128
 
 _SIZES: dict[str, Any] = {

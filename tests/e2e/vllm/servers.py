@@ -17,7 +17,6 @@ import requests
 
 from .connectors import SECRET
 from .engine import Answer, Choice, EngineFailed, tail
-from .environment import for_server
 
 PAGE = Path(__file__).parents[3] / "docs" / "vllm.md"
 START_TIMEOUT_S = 240.0
@@ -30,27 +29,36 @@ FOR_CPU = (
 
 
 def launch_line(name: str, replacements: Mapping[str, str]) -> list[str]:
-    """The words of the command below the page's mark of that name, with text replaced in each."""
+    """The words of the command below the page's mark of that name, with text replaced in each.
+
+    The program is the one installed beside this Python.
+    """
     [command] = re.findall(rf"<!-- launch: {name} -->\n```bash\n(.*?)```", PAGE.read_text(), re.DOTALL)
     words = shlex.split(command.replace("\\\n", " "))
     for old, new in replacements.items():
         if not any(old in word for word in words):
             raise ValueError(f"the launch line {name} of {PAGE} has no {old!r}")
         words = [word.replace(old, new) for word in words]
-    return words
+    return [program(words[0]), *words[1:]]
+
+
+def program(name: str) -> str:
+    """A program that is installed beside this Python."""
+    return str(Path(sys.executable).parent / name)
 
 
 class Server:
     """A process group that answers HTTP at `url` once it is ready. The constructor returns at once."""
 
-    def __init__(self, name: str, words: Sequence[str], log: Path, *, port: int, **environment: Any) -> None:
-        """`environment` are the options of `for_server`; the program is looked up beside this Python."""
+    def __init__(
+        self, name: str, words: Sequence[str], log: Path, *, port: int, environment: Mapping[str, str]
+    ) -> None:
+        """`environment` is the whole of it."""
         self.name, self.log, self.url = name, log, f"http://127.0.0.1:{port}"
-        program = Path(sys.executable).parent / words[0]
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [program, *words[1:]],
-                env=for_server(**environment) | {"KVXFER_SECRET": SECRET, "VLLM_LOG_STATS_INTERVAL": "1"},
+                words,
+                env={**environment, "KVXFER_SECRET": SECRET, "VLLM_LOG_STATS_INTERVAL": "1"},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -76,9 +84,10 @@ class Server:
             time.sleep(0.1)
 
     def post(self, path: str, body: dict[str, Any], timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:
-        """The JSON that a request is answered with. Raises requests' exceptions."""
+        """The JSON that a request is answered with. Raises requests' exceptions, with the server's words."""
         response = requests.post(self.url + path, json={"model": "m", "temperature": 0, **body}, timeout=timeout_s)
-        response.raise_for_status()
+        if not response.ok:
+            raise requests.HTTPError(f"{self.name}: {response.status_code} {response.text[:1000]}", response=response)
         return response.json()
 
     def complete(self, prompt: str | Sequence[int], max_tokens: int = 16, **body: Any) -> Answer:
@@ -97,7 +106,7 @@ class Server:
         choices = [
             Choice(
                 tokens=choice["token_ids"],
-                logprobs=choice["logprobs"]["token_logprobs"],
+                logprobs=(choice["logprobs"] or {}).get("token_logprobs", []),
                 finish=choice["finish_reason"],
             )
             for choice in answer["choices"]

@@ -15,8 +15,8 @@ from tests.processes import until
 
 from . import models
 from .comparing import assert_same as assert_same_within
-from .environment import Ports
-from .servers import FOR_CPU, Server, launch_line
+from .environment import Ports, for_server
+from .servers import FOR_CPU, Server, launch_line, program
 
 TEXTS = [
     "The capital of France is",
@@ -46,15 +46,15 @@ def pools(log_folder: Callable[[str], Path]) -> Iterator[Pools]:
     router = launch_line("router", {"8000": str(r), "8100": str(p), "8200": str(d)})
     started: list[Server] = []
 
-    def start(name: str, words: list[str], **options: int) -> Server:
-        started.append(Server(name, words, log_folder(name), **options))
+    def start(name: str, words: list[str], *, port: int, core: int) -> Server:
+        started.append(Server(name, words, log_folder(name), port=port, environment=for_server(core=core)))
         return started[-1]
 
     try:
         yield Pools(
             prefill=start("prefill", prefill + FOR_CPU, port=p, core=0),
             decode=start("decode", decode + FOR_CPU, port=d, core=1),
-            alone=start("alone", ["vllm", "serve", model, "--port", str(a), *FOR_CPU], port=a, core=1),
+            alone=start("alone", [program("vllm"), "serve", model, "--port", str(a), *FOR_CPU], port=a, core=1),
             router=start("router", [*router, *ROUTER_QUIET, "--prometheus-port", str(metrics)], port=r, core=0),
         )
     finally:
