@@ -29,7 +29,7 @@ class Place:
         """Of this process. Raises InvalidRequest for context parallelism, which divides tokens over ranks."""
         parallel = vllm_config.parallel_config
         check_parallelism(parallel)
-        tensor, pipeline = _ranks_here()
+        tensor, pipeline = _ranks_here(parallel)
         return cls(
             rank=pipeline * parallel.tensor_parallel_size + tensor,
             ranks=rank_count(parallel),
@@ -53,11 +53,12 @@ def check_parallelism(parallel_config: Any) -> None:
             raise InvalidRequest(f"{name} above 1 is not supported: kvxfer expects whole blocks on each rank")
 
 
-def _ranks_here() -> tuple[int, int]:
+def _ranks_here(parallel_config: Any) -> tuple[int, int]:
     from vllm.distributed import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
-        return 0, 0
+        pipeline, tensor = divmod(parallel_config.rank, parallel_config.tensor_parallel_size)
+        return tensor, pipeline
     return parallel_state.get_tp_group().rank_in_group, parallel_state.get_pp_group().rank_in_group
 
 

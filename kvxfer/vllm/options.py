@@ -58,6 +58,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     max_leased_share: Share = 0.75
     """Share of prefill's blocks that leases may hold before new prompts wait."""
 
+    discovery_address: str | None = None
+    """``host:port`` of a vllm-router that finds its engines itself."""
+    http_address: str | None = None
+    """``host:port`` at which that router reaches this engine's front end."""
+
     model_id: str | None = None
     """What has to be equal on both sides instead of the model's path."""
     response_keys: Literal["vllm", "ticket"] = "vllm"
@@ -89,6 +94,7 @@ def options_of(kv_transfer_config: Any) -> Options:
     limits_of(options)
     if options.secret is not None and options.secret_file is not None:
         raise InvalidRequest("kv_connector_extra_config has both secret and secret_file; set one of them")
+    _check_discovery(options, kv_transfer_config.kv_role)
     return options
 
 
@@ -121,6 +127,16 @@ def connector_arguments(options: Options, offset: int) -> dict[str, Any]:
         "check_finite": options.check_finite,
         "limits": limits_of(options),
     }
+
+
+def _check_discovery(options: Options, role: str | None) -> None:
+    if (options.discovery_address is None) != (options.http_address is None):
+        raise InvalidRequest("discovery_address and http_address belong together; set both or neither")
+    if options.discovery_address is not None and role == "kv_both":
+        raise InvalidRequest(
+            "a router has to know whether this engine prefills or decodes: with discovery_address, kv_role must be "
+            "kv_producer or kv_consumer"
+        )
 
 
 def _endpoint(host: str, port: int) -> str:

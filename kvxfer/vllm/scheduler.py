@@ -3,7 +3,7 @@
 Knows requests and block ids, owns no cache. Its connector signs tickets, is where peers learn of the ranks, and renews
 the leases of requests that wait here.
 
-Imports layouts, metadata, options, params, stats, versions, and kvxfer's connector.
+Imports discovery, layouts, metadata, options, params, stats, versions, and kvxfer's connector.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from kvxfer.errors import KvxferError
 from kvxfer.layout import GroupKind
 from kvxfer.ticket import Ticket
 from kvxfer.vllm import engine, params, versions
+from kvxfer.vllm.discovery import Announcer
 from kvxfer.vllm.fingerprint import fingerprint_of
 from kvxfer.vllm.layouts import TableGroup, table_groups, table_layout
 from kvxfer.vllm.metadata import BlockIds, Load, Orders, Publication, RankReport
@@ -104,10 +105,20 @@ class SchedulerSide:
         self._releases: list[bytes] = []
         self._cancelled: list[str] = []
         self.stats = KvxferStats()
+        self._announcer: Announcer | None = None
+        if options.discovery_address is not None:
+            self._announcer = Announcer(
+                options.discovery_address,
+                http_address=options.http_address,
+                zmq_address=self._connector.endpoint.removeprefix("tcp://"),
+                is_prefill=self._is_producer,
+            )
         _log.info("peers reach this engine at %s", self._connector.endpoint)
 
     def close(self) -> None:
         """End the connector. Idempotent."""
+        if self._announcer is not None:
+            self._announcer.close()
         self._connector.close()
 
     # --- decode: requests that come with a ticket -----------------------------------------------------------
