@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
+from .engine import Answer, Engine, Request, tail
+
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     from . import models
-    from .engine import Answer, Engine, Request, tail
 
 START_S, LOG_LINES = 400, 25
 Start = Callable[..., Engine]
-Reference = Callable[..., list["Answer"]]
+Reference = Callable[..., list[Answer]]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -161,7 +161,7 @@ def _smollm2(into: Path) -> None:
                 tensor = paired.swapaxes(1, 2).reshape(tensor.shape)
             weights[f"model.layers.{layer}.{ours}.weight"] = tensor
     save_file(
-        {name: torch.from_numpy(tensor).contiguous().clone() for name, tensor in weights.items()},
+        {name: torch.from_numpy(tensor.copy()) for name, tensor in weights.items()},
         into / "model.safetensors",
         metadata={"format": "pt"},
     )

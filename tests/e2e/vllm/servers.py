@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -40,6 +41,14 @@ def launch_line(name: str, replacements: Mapping[str, str]) -> list[str]:
             raise ValueError(f"the launch line {name} of {PAGE} has no {old!r}")
         words = [word.replace(old, new) for word in words]
     return [program(words[0]), *words[1:]]
+
+
+def with_options(words: Sequence[str], **extra: Any) -> list[str]:
+    """The words of a launch line whose connector gets more options."""
+    place = words.index("--kv-transfer-config") + 1
+    connector = json.loads(words[place])
+    connector["kv_connector_extra_config"] = connector.get("kv_connector_extra_config", {}) | extra
+    return [*words[:place], json.dumps(connector), *words[place + 1 :]]
 
 
 def program(name: str) -> str:

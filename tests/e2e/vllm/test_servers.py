@@ -15,15 +15,16 @@ from tests.processes import until
 
 from . import models
 from .comparing import assert_same as assert_same_within
+from .engine import Answer
 from .environment import Ports, for_server
-from .servers import FOR_CPU, Server, launch_line, program
+from .servers import FOR_CPU, Server, launch_line, program, with_options
 
 TEXTS = [
     "The capital of France is",
     "Once upon a time there was a lighthouse keeper who " + "walked along the shore and " * 60,
     "A list of numbers: " + ", ".join(map(str, range(400))),
 ]
-ROUTER_QUIET = ["--log-level", "warning"]
+ROUTER_QUIET = ["--log-level", "warning", "--prometheus-port"]
 assert_same = partial(assert_same_within, tolerance=1e-4)
 """Thirty layers of a trained model: another batch changes its log-probabilities by 2e-5."""
 
@@ -33,17 +34,23 @@ class Pools:
     prefill: Server
     decode: Server
     router: Server
+    finder: Server
+    """A router that is told of no engine, and hears of these two."""
     alone: Server
     """A server that knows no connector."""
 
 
 @pytest.fixture(scope="module")
 def pools(log_folder: Callable[[str], Path]) -> Iterator[Pools]:
-    model, ports = str(models.folder("smollm2")), Ports(5)
-    p, d, r, a, metrics = range(ports.first, ports.first + 5)
+    model, ports = str(models.folder("smollm2")), Ports(8)
+    p, d, r, f, a, meeting, *metrics = range(ports.first, ports.first + 8)
+    discovery = f"127.0.0.1:{meeting}"
     prefill = launch_line("prefill", {"MODEL": model, "8100": str(p)})
     decode = launch_line("decode", {"MODEL": model, "8200": str(d)})
+    prefill = with_options(prefill, discovery_address=discovery, http_address=f"127.0.0.1:{p}")
+    decode = with_options(decode, discovery_address=discovery, http_address=f"127.0.0.1:{d}")
     router = launch_line("router", {"8000": str(r), "8100": str(p), "8200": str(d)})
+    finder = launch_line("router with discovery", {"8000": str(f), "127.0.0.1:30001": discovery})
     started: list[Server] = []
 
     def start(name: str, words: list[str], *, port: int, core: int) -> Server:
@@ -55,7 +62,8 @@ def pools(log_folder: Callable[[str], Path]) -> Iterator[Pools]:
             prefill=start("prefill", prefill + FOR_CPU, port=p, core=0),
             decode=start("decode", decode + FOR_CPU, port=d, core=1),
             alone=start("alone", [program("vllm"), "serve", model, "--port", str(a), *FOR_CPU], port=a, core=1),
-            router=start("router", [*router, *ROUTER_QUIET, "--prometheus-port", str(metrics)], port=r, core=0),
+            router=start("router", [*router, *ROUTER_QUIET, str(metrics[0])], port=r, core=0),
+            finder=start("finder", [*finder, *ROUTER_QUIET, str(metrics[1])], port=f, core=0),
         )
     finally:
         for server in started:
@@ -78,6 +86,19 @@ def test_texts_through_the_router(ready: Pools) -> None:
     fetched = ready.decode.metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
     computed = ready.decode.metric("vllm:prompt_tokens_by_source_total", source="local_compute")
     assert fetched > 1000 and computed <= len(TEXTS), (fetched, computed)
+
+
+def test_a_router_that_finds_its_engines(ready: Pools) -> None:
+    def answer() -> Answer | None:
+        try:
+            return ready.finder.complete(TEXTS[1] + " in the rain")
+        except requests.HTTPError:  # it has not heard of both yet
+            return None
+
+    fetches = ready.decode.metric("vllm:kvxfer_fetch_seconds_count")
+    found = until(answer, 30, "an answer")
+    assert_same([found], [ready.alone.complete(TEXTS[1] + " in the rain")])
+    until(lambda: ready.decode.metric("vllm:kvxfer_fetch_seconds_count") > fetches, 10, "a fetch counted")
 
 
 def test_what_the_page_says_of_logs_and_metrics(ready: Pools) -> None:
