@@ -46,6 +46,12 @@ def rank_count(parallel_config: Any) -> int:
     return parallel_config.tensor_parallel_size * parallel_config.pipeline_parallel_size
 
 
+def port_offset(parallel_config: Any, rank: int | None) -> int:
+    """What is added to the configured port: nothing for the scheduler, 1 and more for ranks, after earlier replicas."""
+    replica = getattr(parallel_config, "data_parallel_index", 0) * (1 + rank_count(parallel_config))
+    return replica + (0 if rank is None else 1 + rank)
+
+
 def check_parallelism(parallel_config: Any) -> None:
     """InvalidRequest where tokens of a block are divided over ranks."""
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

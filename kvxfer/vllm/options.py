@@ -30,7 +30,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     """Address on which scheduler and workers listen for peers."""
     port: Port = 0
-    """The scheduler's port; rank r listens on ``port + 1 + r``. 0: any free ones."""
+    """The scheduler's port; rank r listens on ``port + 1 + r``, and a further data-parallel replica on the ports after
+    that. 0: any free ones."""
     advertise_host: str | None = None
     """What peers dial instead of `host`; needed for 0.0.0.0 and ::."""
     secret: str | None = None
@@ -91,7 +92,9 @@ def options_of(kv_transfer_config: Any) -> Options:
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"kv_connector_extra_config: {error}") from error
     formats.parse(options.wire)
-    limits_of(options)
+    limits = limits_of(options)
+    if options.lease_s > limits.max_ttl_s:
+        raise InvalidRequest(f"lease_s is {options.lease_s:g}, above limits.max_ttl_s ({limits.max_ttl_s:g})")
     if options.secret is not None and options.secret_file is not None:
         raise InvalidRequest("kv_connector_extra_config has both secret and secret_file; set one of them")
     _check_discovery(options, kv_transfer_config.kv_role)

@@ -85,7 +85,7 @@ class SchedulerSide:
         self._zeroing = versions.needs_zeroing(kv_cache_config)
         self._layout = table_layout(self._groups, self._num_blocks, fingerprint_of(vllm_config, options.model_id))
         self._left_to_decode = _left_to_decode(vllm_config, self._groups)
-        arguments = connector_arguments(options, 0)
+        arguments = connector_arguments(options, engine.port_offset(parallel, None))
         self._secret = auth.secret_bytes(arguments["secret"])
         self._connector = Connector(
             engine.connector_name(vllm_config, "scheduler"),
@@ -165,7 +165,6 @@ class SchedulerSide:
         offer = self._offers.get(request.request_id)
         if offer is None or offer.state is not _State.OFFERED:
             return
-        _mark_used(request)
         if external_tokens <= 0:
             self._decline(request.request_id, offer)
             return
@@ -204,7 +203,6 @@ class SchedulerSide:
 
     def _refuse(self, request: Any, reason: str) -> None:
         self.stats.count("refused")
-        _mark_used(request)
         _log.warning("request %s is computed here: %s", request.request_id, reason)
 
     def _spend(self, key: bytes) -> None:
@@ -250,8 +248,8 @@ class SchedulerSide:
         )
 
     def has_pending_frees(self) -> bool:
-        """Whether leases hold blocks, so that waiting helps where there are too few."""
-        return bool(self._promises)
+        """Whether to wait for leases to end where there are too few blocks; an engine that also decodes must not."""
+        return bool(self._promises) and not self._is_consumer
 
     def finished(self, request: Any, tables: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Whether blocks stay until the workers report the request as sent, and what to answer."""
@@ -304,7 +302,6 @@ class SchedulerSide:
         if offer.state is _State.LOADING:
             self._cancelled.append(request.request_id)  # its blocks stay until the workers report it
         else:
-            _mark_used(request)
             self._decline(request.request_id, offer)
 
     # --- each step ------------------------------------------------------------------------------------------
@@ -358,12 +355,6 @@ def _left_to_decode(vllm_config: Any, groups: tuple[TableGroup, ...]) -> int:
     """
     moves_on = any(group.kind is not GroupKind.FULL for group in groups)
     return max(int(moves_on), versions.prefill_lookahead(vllm_config) - 1)
-
-
-def _mark_used(request: Any) -> None:
-    """Tell vLLM and other connectors that this hand-off has been dealt with."""
-    if isinstance(request.kv_transfer_params, dict):
-        request.kv_transfer_params["do_remote_prefill"] = False
 
 
 def _without_null(blocks: list[int]) -> list[int]:

@@ -85,7 +85,7 @@ class WorkerSide:
             engine.connector_name(self._config, f"rank {place.rank}"),
             rank=place.rank,
             ranks=place.ranks,
-            **connector_arguments(self._options, 1 + place.rank),
+            **connector_arguments(self._options, engine.port_offset(self._config.parallel_config, place.rank)),
         )
         self._cache = self._connector.register(None, layout, scales=engine.scales(self._config, layout))
         _log.info(

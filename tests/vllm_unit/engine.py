@@ -125,6 +125,7 @@ class Engine:
         prefix_caching: bool = True,
         max_batched_tokens: int = 4096,
         model_changes: dict[str, Any] | None = None,
+        check: bool = True,
         **options: Any,
     ) -> None:
         transfer = connector or {
@@ -143,7 +144,8 @@ class Engine:
         )
         self.cache = _cache_config(num_blocks, block_tokens, window, ranks)
         self.config.cache_config.num_gpu_blocks = num_blocks
-        self.block_tokens, self.window = block_tokens, window
+        self.config.cache_config.kv_cache_layout = "LBHNC"
+        self.check = check  # whether requests read their cache
         self.ranks = [
             Rank(self.config, self.cache, rank=rank, ranks=ranks, block_tokens=block_tokens) for rank in range(ranks)
         ]
@@ -155,6 +157,9 @@ class Engine:
             block_size=block_tokens,
             log_stats=True,
         )
+        handshakes = {(0, rank): one.connector.get_handshake_metadata() for rank, one in enumerate(self.ranks)}
+        if any(handshakes.values()):
+            self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
         self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, ranks)
         self._hasher = get_request_block_hasher(block_tokens, sha256)
         self.answers: dict[str, Answer] = {}
@@ -269,7 +274,8 @@ class Engine:
             for tables, tokens, start in work:
                 for group, table in enumerate(tables):
                     first = max(0, start + 1 - WINDOW) if group else 0
-                    rank.model.check(group, table, tokens[:start], first)
+                    if self.check:
+                        rank.model.check(group, table, tokens[:start], first)
                     rank.model.write(group, table, tokens, start)
 
         return forward
