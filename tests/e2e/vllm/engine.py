@@ -8,6 +8,7 @@ time of a start.
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
 import os
 import signal
@@ -114,7 +115,7 @@ class Engine:
             "kv_transfer_config": connector,
             **options,
         }
-        self._port = Ports() if connector and "Nixl" in connector["kv_connector"] else None
+        self._port = Ports() if "Nixl" in json.dumps(connector) else None
         self._pipe, theirs = multiprocessing.Pipe()
         names = for_engine(
             core=core,
