@@ -5,13 +5,13 @@ Imports layouts and layout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvxfer.errors import InvalidRequest
 from kvxfer.layout import CacheLayout
-from kvxfer.vllm.layouts import Heads, TableGroup
+from kvxfer.vllm.layouts import Heads
 
 _MAX_NAME = 64
 
@@ -85,25 +85,19 @@ def latent_content(vllm_config: Any) -> Mapping[str, int] | None:
     return {"latent": rank, "rope": rope} if vllm_config.model_config.use_mla and rank and rope else None
 
 
-def cpu_isa(vllm_config: Any, groups: Sequence[TableGroup]) -> str | None:
-    """Which of vLLM's CPU attention kernels, and with it which order of keys in a block, is used; None on a GPU."""
+def cpu_isa(vllm_config: Any) -> Callable[[Any], str] | None:
+    """Which of vLLM's CPU attention kernels, and with it which order of keys in a block, serves a cache specification.
+
+    None where attention does not run on the CPU.
+    """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return None
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    kinds = {
-        _get_attn_isa(
-            vllm_config.model_config.dtype,
-            group.block_tokens,
-            spec.head_size,
-            vllm_config.cache_config.cache_dtype,
-        )
-        for group in groups
-        for spec in getattr(group.spec, "kv_cache_specs", {"": group.spec}).values()
-    }
-    return kinds.pop() if len(kinds) == 1 else "mixed"
+    dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
+    return lambda spec: _get_attn_isa(dtype, spec.block_size, spec.head_size, cache_dtype)
 
 
 def scales(vllm_config: Any, layout: CacheLayout) -> dict[str, dict[str, float]]:

@@ -1,15 +1,15 @@
 """From vLLM's cache configuration and registered tensors to a `CacheLayout`.
 
-A layer's tensor is logically ``[block, head, token, content]`` with any strides, keys and values side by side in the
-content. The CPU build keeps that shape only nominally (see `cpu_attention_record`). What is not understood becomes an
-opaque record, which moves whole between equal caches and is refused by name otherwise.
+An attention layer's tensor is logically ``[block, head, token, content]`` with any strides, keys and values side by
+side in the content. The CPU build keeps that shape only nominally (see `cpu_attention_record`). What is not understood
+becomes an opaque record, which moves whole between equal caches and is refused by name otherwise.
 
 Imports layout and vLLM's cache specifications.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvxfer.layout.records import cpu_attention_record
 from kvxfer.layout.tensors import TensorGroup
 from kvxfer.vllm import versions
 
+NULL_BLOCK = 0
 _PADDING = "not used by this group"
 _FP8 = {
     "fp8": "float8_e4m3fn",
@@ -43,9 +44,19 @@ class TableGroup:
     layers: tuple[str, ...]
     spec: Any
 
-    def blocks_for(self, tokens: int) -> int:
-        """Length of a request's block table after `tokens` tokens."""
-        return 1 if self.kind is GroupKind.STATE else -(-tokens // self.block_tokens)
+    def used(self, table: Sequence[int], tokens: int, cached_tokens: int = 0) -> list[int]:
+        """Of a request's block table, the blocks that hold its first `tokens` tokens and not only cached ones.
+
+        Without the null blocks that stand for what has slid out of a window. Of a state the one block that is current:
+        before those that a speculating model keeps in reserve.
+        """
+        if self.kind is GroupKind.STATE:
+            reserve = min(getattr(self.spec, "num_speculative_blocks", 0), len(table) - 1)
+            return [block for block in table[: len(table) - reserve][-1:] if block != NULL_BLOCK]
+        blocks = list(table[cached_tokens // self.block_tokens : -(-tokens // self.block_tokens)])
+        while blocks and blocks[0] == NULL_BLOCK:
+            del blocks[0]
+        return blocks
 
 
 def table_groups(kv_cache_config: Any) -> tuple[TableGroup, ...]:
@@ -99,13 +110,14 @@ def cache_layout(
     heads: Heads,
     cache_dtype: str,
     latent_content: Mapping[str, int] | None,
-    cpu_isa: str | None,
+    cpu_isa: Callable[[Any], str] | None,
     fingerprint: Mapping[str, str],
 ) -> CacheLayout:
     """The bound layout of what vLLM has registered, over all groups.
 
     `cache_dtype` is vLLM's option, for tensors whose own type is bytes. `latent_content` are the elements of an MLA
-    row by name. `cpu_isa` is the CPU attention backend's, None elsewhere. Raises InvalidLayout.
+    row by name. `cpu_isa` tells which kernel of the CPU attention backend serves a specification, None elsewhere.
+    Raises InvalidLayout.
     """
     chosen: dict[str, torch.Tensor] = {}
     built: dict[str, TensorGroup] = {}
@@ -124,7 +136,7 @@ def cache_layout(
             axes="BHNC",
             kind=group.kind,
             window=group.window,
-            block_tokens=group.block_tokens,
+            block_tokens=None if group.kind is GroupKind.STATE else group.block_tokens,
             record=records,
             padding=_PADDING,
         )
@@ -169,8 +181,11 @@ def _kind(spec: Any) -> tuple[GroupKind, int]:
         return GroupKind.SLIDING, max(1, spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0))
     if isinstance(spec, specs.FullAttentionSpec):
         return GroupKind.FULL, 0
+    if isinstance(spec, specs.MambaSpec):
+        return GroupKind.STATE, 0
     raise InvalidLayout(
-        f"a cache of {type(spec).__name__} is not supported; kvxfer moves full attention, sliding windows and MLA"
+        f"a cache of {type(spec).__name__} is not supported; kvxfer moves full attention, sliding windows, MLA and "
+        "recurrent states"
     )
 
 
@@ -193,12 +208,17 @@ def _check_tensor(layer: str, tensor: torch.Tensor, spec: Any, num_blocks: int) 
     if not isinstance(tensor, torch.Tensor) or tensor.ndim != 4:
         shape = getattr(tensor, "shape", type(tensor).__name__)
         raise InvalidLayout(f"layer {layer!r}: expected a tensor [block, head, token, content], got {tuple(shape)}")
-    if tensor.shape[0] != num_blocks or tensor.shape[2] * _tokens_per_entry(spec) != spec.block_size:
+    tokens = spec.block_size if _is_state(spec) else tensor.shape[2] * _tokens_per_entry(spec)
+    if tensor.shape[0] != num_blocks or tokens != spec.block_size:
         raise InvalidLayout(
             f"layer {layer!r}: {tensor.shape[0]} blocks of {tensor.shape[2]} tokens are registered where the block "
             f"table counts {num_blocks} of {spec.block_size}: the attention backend divides blocks, which kvxfer does "
             "not support; set --block-size to the backend's own"
         )
+
+
+def _is_state(spec: Any) -> bool:
+    return isinstance(spec, specs.MambaSpec)
 
 
 def _tokens_per_entry(spec: Any) -> int:
@@ -212,15 +232,18 @@ def _record(
     heads: Heads,
     cache_dtype: str,
     latent_content: Mapping[str, int] | None,
-    cpu_isa: str | None,
+    cpu_isa: Callable[[Any], str] | None,
 ) -> Record:
+    if _is_state(spec):
+        return _state(tensor, spec, heads)
     _, count, tokens, width = tensor.shape
     dtype = _dtype_name(tensor, cache_dtype)
     is_latent = isinstance(spec, specs.MLAAttentionSpec) or getattr(spec, "head_size_v", None) == 0
     first, total = (0, count) if is_latent else heads.range_of(count)
     plain = _is_plain(spec) and _tokens_per_entry(spec) == 1
     if cpu_isa is not None and not is_latent:
-        if plain and cpu_isa == "vec" and width == 2 * spec.head_size:
+        isa = cpu_isa(spec)
+        if plain and isa == "vec" and width == 2 * spec.head_size:
             return cpu_attention_record(
                 block_tokens=tokens,
                 kv_heads=count,
@@ -229,10 +252,10 @@ def _record(
                 head_start=first,
                 total_heads=total,
             )
-        return _opaque(f"vllm_cpu.{cpu_isa}", tensor, dtype, spec)
+        return _opaque(f"vllm_cpu.{isa}", tensor, dtype, spec, first, total)
     content = _content(spec, width, latent_content if is_latent else None)
     if not plain or content is None or tensor.stride(3) != 1:
-        return _opaque("vllm", tensor, dtype, spec)
+        return _opaque("vllm", tensor, dtype, spec, first, total)
     size = tensor.element_size()
     strides = [stride * size for stride in tensor.stride()]
     planes = []
@@ -285,10 +308,20 @@ def _dtype_name(tensor: torch.Tensor, cache_dtype: str) -> str:
     return _FP8.get(cache_dtype, name) if tensor.element_size() == 1 else name
 
 
-def _opaque(family: str, tensor: torch.Tensor, dtype: str, spec: Any) -> Record:
-    """Bytes that only this release of vLLM explains: they fit an equal record and no other."""
-    size = tensor.element_size()
-    nbytes = tensor[0].numel() * size
+def _opaque(family: str, tensor: torch.Tensor, dtype: str, spec: Any, first: int, total: int) -> Record:
+    """Bytes that only this release of vLLM explains: they fit an equal record of the same heads and no other."""
     mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE").lower()
     shape = "x".join(map(str, tensor.shape[1:])) + ".s" + "_".join(map(str, tensor.stride()[1:]))
-    return Record(tag=f"{family}.{versions.installed()}.{dtype}.{mode}/{shape}", nbytes=nbytes)
+    tag = f"{family}.{versions.installed()}.{dtype}.{mode}/{shape}.h{first}of{total}"
+    return Record(tag=tag, nbytes=tensor[0].numel() * tensor.element_size())
+
+
+def _state(tensor: torch.Tensor, spec: Any, heads: Heads) -> Record:
+    """A recurrent state of one request, whole: it fits the same rank's of an engine with equally many ranks."""
+    parts = "+".join(
+        f"{str(dtype).removeprefix('torch.')}.{'x'.join(map(str, shape))}"
+        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    )
+    rank = "" if getattr(spec, "tp_replicated", False) else f".r{heads.rank}of{heads.ranks}"
+    kind = getattr(spec.mamba_type, "name", spec.mamba_type)
+    return Record(tag=f"vllm.state.{kind}/{parts}{rank}".lower(), nbytes=spec.state_content_size_bytes)

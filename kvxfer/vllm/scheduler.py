@@ -32,7 +32,6 @@ from kvxfer.vllm.stats import KvxferStats
 
 _log = init_logger("vllm.kvxfer.scheduler")
 
-NULL_BLOCK = 0
 _RENEWALS_A_LEASE = 3
 _MAX_SPENT = 65536
 _REJECTED_PROMPT = [0]  # the front end aborts a request with this prompt for one that it has rejected
@@ -181,11 +180,10 @@ class SchedulerSide:
         blocks: BlockIds = {}
         blank: BlockIds = {}
         for group in self._groups:
-            table = list(tables[group.index])
-            needed = group.blocks_for(ticket.tokens)
-            cached = 0 if group.kind is GroupKind.STATE else local_tokens // group.block_tokens
-            blocks[group.name] = _without_null(table[cached:needed])
-            blank[group.name] = [block for block in table[cached:] if block != NULL_BLOCK] if self._zeroing else []
+            table = tables[group.index]
+            blocks[group.name] = group.used(table, ticket.tokens, local_tokens)
+            given = group.used(table, len(table) * group.block_tokens, local_tokens)
+            blank[group.name] = given if self._zeroing else []
         return Load(
             request_id=request_id,
             ticket=bytes(ticket),
@@ -259,7 +257,7 @@ class SchedulerSide:
         if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
             return False, None
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        blocks = {group.name: _leased(group, tables[group.index], tokens) for group in self._groups}
+        blocks = {group.name: group.used(tables[group.index], tokens) for group in self._groups}
         if not tokens or not any(blocks.values()):
             return False, None
         try:
@@ -355,15 +353,3 @@ def _left_to_decode(vllm_config: Any, groups: tuple[TableGroup, ...]) -> int:
     """
     moves_on = any(group.kind is not GroupKind.FULL for group in groups)
     return max(int(moves_on), versions.prefill_lookahead(vllm_config) - 1)
-
-
-def _without_null(blocks: list[int]) -> list[int]:
-    """Without the null blocks that stand for what has slid out of a window, at the front."""
-    for place, block in enumerate(blocks):
-        if block != NULL_BLOCK:
-            return blocks[place:]
-    return []
-
-
-def _leased(group: TableGroup, table: list[int], tokens: int) -> list[int]:
-    return _without_null(list(table[: group.blocks_for(tokens)]))

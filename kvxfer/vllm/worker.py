@@ -75,7 +75,7 @@ class WorkerSide:
             heads=place.heads,
             cache_dtype=str(self._config.cache_config.cache_dtype),
             latent_content=engine.latent_content(self._config),
-            cpu_isa=engine.cpu_isa(self._config, self._groups),
+            cpu_isa=engine.cpu_isa(self._config),
             fingerprint=fingerprint_of(self._config, self._options.model_id),
         )
         self._tensors = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -33,7 +34,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvxfer.vllm.plugin import register
 from tests.processes import until
 
-from .model import HEAD_DIM, HEADS, LAYERS, FakeModel, layer_name
+from .model import HEAD_DIM, HEADS, LAYERS, STATE_VALUES, FakeModel, layer_name
 
 BLOCK_TOKENS = 32
 WINDOW = 50
@@ -69,6 +70,9 @@ class Rank:
         self.connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
         self.model = FakeModel(
             groups=len(cache.kv_cache_groups),
+            state=next(
+                (i for i, g in enumerate(cache.kv_cache_groups) if isinstance(g.kv_cache_spec, MambaSpec)), None
+            ),
             num_blocks=cache.num_blocks,
             block_tokens=block_tokens,
             rank=rank,
@@ -110,7 +114,7 @@ class Rank:
 
 
 class Engine:
-    """An engine of `ranks` tensor-parallel workers with one group of full attention, or a sliding window beside it."""
+    """An engine of `ranks` tensor-parallel workers: full attention, beside it a sliding window, a state, or both."""
 
     def __init__(
         self,
@@ -121,6 +125,7 @@ class Engine:
         num_blocks: int = 64,
         block_tokens: int = BLOCK_TOKENS,
         window: bool = False,
+        state: bool = False,
         ranks: int = 1,
         prefix_caching: bool = True,
         max_batched_tokens: int = 4096,
@@ -142,7 +147,7 @@ class Engine:
             max_batched_tokens=max_batched_tokens,
             model_changes=model_changes or {},
         )
-        self.cache = _cache_config(num_blocks, block_tokens, window, ranks)
+        self.cache = _cache_config(num_blocks, block_tokens, window, state, ranks)
         self.config.cache_config.num_gpu_blocks = num_blocks
         self.config.cache_config.kv_cache_layout = "LBHNC"
         self.check = check  # whether requests read their cache
@@ -154,7 +159,8 @@ class Engine:
             vllm_config=self.config,
             kv_cache_config=self.cache,
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=block_tokens,
+            block_size=math.lcm(*(group.kv_cache_spec.block_size for group in self.cache.kv_cache_groups)),
+            hash_block_size=block_tokens,
             log_stats=True,
         )
         handshakes = {(0, rank): one.connector.get_handshake_metadata() for rank, one in enumerate(self.ranks)}
@@ -342,7 +348,7 @@ def _config(
     )
 
 
-def _cache_config(num_blocks: int, block_tokens: int, window: bool, ranks: int) -> KVCacheConfig:
+def _cache_config(num_blocks: int, block_tokens: int, window: bool, state: bool, ranks: int) -> KVCacheConfig:
     sizes = {
         "block_size": block_tokens,
         "num_kv_heads": HEADS // ranks,
@@ -350,6 +356,9 @@ def _cache_config(num_blocks: int, block_tokens: int, window: bool, ranks: int) 
         "dtype": torch.float32,
     }
     specs = [FullAttentionSpec(**sizes)] + ([SlidingWindowSpec(**sizes, sliding_window=WINDOW)] if window else [])
+    if state:
+        shape = (HEADS // ranks, STATE_VALUES)
+        specs.append(MambaSpec(block_size=4096, shapes=(shape,), dtypes=(torch.int64,)))
     return KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[],

@@ -9,6 +9,7 @@ import torch
 LAYERS = 2  # of each group
 HEADS = 2
 HEAD_DIM = 32
+STATE_VALUES = 4  # of each head
 NULL_BLOCK = 0
 
 
@@ -23,7 +24,9 @@ class FakeModel:
     then its values.
     """
 
-    def __init__(self, *, groups: int, num_blocks: int, block_tokens: int, rank: int, ranks: int) -> None:
+    def __init__(
+        self, *, groups: int, state: int | None, num_blocks: int, block_tokens: int, rank: int, ranks: int
+    ) -> None:
         self.heads = range(rank * HEADS // ranks, (rank + 1) * HEADS // ranks)
         self.block_tokens = block_tokens
         shape = (LAYERS, num_blocks, len(self.heads), block_tokens, 2 * HEAD_DIM)
@@ -31,9 +34,17 @@ class FakeModel:
         self.tensors = {
             layer_name(group, layer): self._memory[layer] for group in range(groups) for layer in range(LAYERS)
         }
+        self._state_group = state
+        self._states = torch.zeros((LAYERS, num_blocks, 1, 1, len(self.heads) * STATE_VALUES * 8), dtype=torch.int8)
+        if state is not None:
+            self.tensors |= {layer_name(state, layer): self._states[layer] for layer in range(LAYERS)}
 
     def write(self, group: int, table: Sequence[int], tokens: Sequence[int], first: int) -> None:
         """What the tokens from place `first` on leave in a group's blocks."""
+        if group == self._state_group:
+            for layer in range(LAYERS):
+                self._states[layer, table[-1], 0, 0] = self._state(layer, tokens)
+            return
         blocks, offsets, kept = self._places(table, first, len(tokens))
         for layer in range(LAYERS):
             keys, values = self._views(layer)
@@ -43,6 +54,11 @@ class FakeModel:
 
     def check(self, group: int, table: Sequence[int], tokens: Sequence[int], first: int) -> None:
         """Raise WrongKV unless the blocks hold the tokens from place `first` on."""
+        if group == self._state_group:
+            for layer in range(LAYERS if tokens else 0):
+                if not torch.equal(self._states[layer, table[-1], 0, 0], self._state(layer, tokens)):
+                    raise WrongKV(f"the state of layer {layer} is not that after {len(tokens)} tokens")
+            return
         blocks, offsets, kept = self._places(table, first, len(tokens))
         if not kept.all():
             raise WrongKV(f"group {group}: token {first + int(kept.argmin())} lies in the null block")
@@ -69,6 +85,14 @@ class FakeModel:
             halves[:, :, 0].view(blocks, heads, HEAD_DIM, tokens),
             halves[:, :, 1].view(blocks, heads, tokens, HEAD_DIM),
         )
+
+    def _state(self, layer: int, tokens: Sequence[int]) -> torch.Tensor:
+        """What a recurrent layer keeps of all tokens so far."""
+        value = 0
+        for token in tokens:
+            value = (value * 31 + token + layer) % (1 << 31)
+        heads = torch.tensor([value + 1000 * head for head in self.heads], dtype=torch.int64)
+        return heads[:, None].repeat(1, STATE_VALUES).view(-1).view(torch.int8)
 
     def _places(self, table: Sequence[int], first: int, end: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Block and offset of each place, and whether it is kept at all."""

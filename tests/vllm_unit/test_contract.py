@@ -304,6 +304,27 @@ def test_unequal_block_sizes(start: Start, sizes: tuple[int, int], window: bool)
     settle(prefill, decode)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_state_beside_attention(start: Start, ranks: int) -> None:
+    """Decode computes the last token from the state before it."""
+    options = {"state": True, "prefix_caching": False, "ranks": ranks}
+    prefill, decode = start(**options), start(**options)
+    for tokens in LENGTHS[1:]:
+        kv = prefill.prefill(prompt(tokens, tokens))
+        [answer] = decode.run(decode.add(prompt(tokens, tokens), kv=kv, max_tokens=2))
+        assert (answer.external_tokens, answer.computed) == (tokens - 1, [1, 1])
+    settle(prefill, decode)
+
+
+def test_states_of_unequal_ranks_are_refused_by_name(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"state": True, "prefix_caching": False}
+    prefill, decode = start(ranks=2, **options), start(policy="recompute", **options)
+    [answer] = decode.run(decode.add(prompt(50), kv=prefill.prefill(prompt(50))))
+    assert answer.computed == [50]
+    settle(prefill, decode)
+    assert "record vllm.state.mamba2/int64.2x4.r0of1: no source has it" in caplog.text
+
+
 def test_another_model_is_refused_by_name(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     prefill, decode = start(), start(model_changes={"vocab_size": 1001}, policy="recompute")
     [answer] = decode.run(decode.add(prompt(50), kv=prefill.prefill(prompt(50))))
