@@ -68,8 +68,9 @@ class Connector:
         """Start the connector.
 
         `listen` is the ZeroMQ endpoint of the control channel (port 0: any free one); `advertise` is what peers are
-        told instead, for wildcard addresses. `backends` are names, or instances, in order of preference; "auto" takes
-        all that can be started and have a use: one for other hosts is left out where `listen` is a loopback address.
+        told instead, for wildcard addresses (port 0: the port that is listened on). `backends` are names, or instances,
+        in order of preference; "auto" takes all that can be started and have a use: one for other hosts is left out
+        where `listen` is a loopback address.
 
         `ways` are the ways that a fetch or send of this side may take, best first. Where memory is not mapped, direct
         and packed are weighed by what the link was measured to cost when it was made; `costs` says it instead.
@@ -171,6 +172,16 @@ class Connector:
         self._node.check_open()
         _check_members(members)
         self._node.on_progress(lambda: self._node.set_identity(members=dict(members)))
+
+    def join_engine(self, engine: str, generation: int) -> None:
+        """Belong to an engine whose name and generation another of its processes has chosen.
+
+        For a rank that starts before its scheduler, and before it publishes anything.
+        """
+        self._node.check_open()
+        checks.text("engine", engine)
+        checks.integer("generation", generation, 0, 2**63 - 1)
+        self._node.on_progress(lambda: self._node.set_identity(engine=engine, generation=generation))
 
     # --- caches and tickets ---------------------------------------------------------------------------------
 

@@ -208,6 +208,8 @@ class Node:
             peer_timeout_s=self.limits.peer_timeout_s,
         )
         endpoint = self.channel.listen(listen)
+        if advertise is not None and advertise.endswith(":0"):
+            advertise = advertise[:-1] + endpoint.rpartition(":")[2]
         self.set_identity(endpoint=advertise or endpoint)
 
     def set_identity(self, **changes: object) -> None:

@@ -11,7 +11,17 @@ from kvxfer.errors import InvalidRequest, LayoutMismatch
 from kvxfer.layout import CacheLayout, Group, GroupKind, Plane, Record, Slice, fingerprint_differences
 from kvxfer.plan.blocks import BlockLists, check_blocks
 from kvxfer.plan.compare import Comparison, Finding, Verdict, collect
-from kvxfer.plan.rows import ROW, fold_heads, fuse, merge_whole_rows, plane_problem, plane_row, whole_row
+from kvxfer.plan.rows import (
+    ROW,
+    fold_heads,
+    fuse,
+    merge_whole_rows,
+    plane_problem,
+    plane_row,
+    run_bytes,
+    whole_head_rows,
+    whole_row,
+)
 from kvxfer.plan.segments import segments_for
 from kvxfer.plan.transfer import PlanPart, TransferPlan
 
@@ -44,6 +54,11 @@ class Join:
     dst: CacheLayout
     parts: tuple[JoinPart, ...]
     missing: tuple[str, ...] = ()
+
+    @property
+    def shortest_run_bytes(self) -> int:
+        """The least that lies together on both sides, before neighbours are merged."""
+        return min(run_bytes(row) for part in self.parts for row in part.merged)
 
     def plan(
         self, src_blocks: BlockLists, dst_blocks: BlockLists, *, tokens: int, layer: str | None = None
@@ -281,7 +296,7 @@ class _Match:
         filled: list[tuple[int, Group, np.void, int]] = []
         used: list[_Candidate] = []
         for plane in wanted.planes:
-            problem = self._plane(candidates, dst_slice, plane, filled, used)
+            problem = self._plane(candidates, dst_group, dst_slice, plane, filled, used)
             if problem:
                 self._find(f"plane {plane.name!r}", Verdict.REFUSED, *problem, (layer,))
                 return
@@ -297,6 +312,7 @@ class _Match:
     def _plane(
         self,
         candidates: Sequence[_Candidate],
+        dst_group: Group,
         dst_slice: Slice,
         plane: Plane,
         filled: list[tuple[int, Group, np.void, int]],
@@ -322,8 +338,13 @@ class _Match:
                         left.append((begin, end))
                         continue
                     regions = self._regions[index][piece.region], self._dst_regions[dst_slice.region]
-                    row = plane_row(piece, src_plane, dst_slice, plane, (low, high), regions)
-                    filled.append((index, group, row, plane.tokens_per_entry if plane.tiled else 1))
+                    way = (piece, src_plane, dst_slice, plane, (low, high), regions)
+                    whole = whole_head_rows(*way) if group.block_tokens == dst_group.block_tokens else None
+                    if whole is not None:
+                        filled += [(index, group, row, 0) for row in whole]
+                    else:
+                        tile = plane.tokens_per_entry if plane.tiled else 1
+                        filled.append((index, group, plane_row(*way), tile))
                     used.append(candidate)
                     left += [(a, b) for a, b in ((begin, low), (high, end)) if a < b]
                 lacking = left

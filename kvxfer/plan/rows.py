@@ -7,6 +7,7 @@ import numpy as np
 from kvxfer.layout import Plane, Slice
 
 WIRE_ALIGNMENT = 16
+_MANY = 16  # entries of a block, at the least that engines use
 
 ROW = np.dtype(
     [
@@ -105,6 +106,43 @@ def plane_row(
     return row[()]
 
 
+def whole_head_rows(
+    src: Slice,
+    src_plane: Plane,
+    dst: Slice,
+    dst_plane: Plane,
+    heads: tuple[int, int],
+    regions: tuple[int, int],
+) -> list[np.void] | None:
+    """One run a head and block, where both planes keep a head's part of a block in one piece in the same order.
+
+    None where they do not. Only between blocks of equally many tokens.
+    """
+    nbytes = _bytes_of_dense_head(dst_plane)
+    if nbytes is None or _order_in_head(src_plane) != _order_in_head(dst_plane):
+        return None
+    rows = []
+    for head in range(*heads):
+        row = whole_row(src, dst, nbytes, *regions).copy()
+        for side, plane in (("src", src_plane), ("dst", dst_plane)):
+            row[f"{side}_offset"] += plane.offset + (head - plane.head_start) * plane.head_stride
+        rows.append(row)
+    return rows
+
+
+def _order_in_head(plane: Plane) -> tuple[int, ...]:
+    channel_stride = plane.channel_stride if plane.channels > 1 else plane.unit_bytes
+    return plane.entries, plane.entry_stride, plane.channels, channel_stride, plane.unit_bytes
+
+
+def _bytes_of_dense_head(plane: Plane) -> int | None:
+    """Bytes of one head in a block, if they lie together."""
+    entries, entry_stride, channels, channel_stride, unit = _order_in_head(plane)
+    by_entry = channel_stride == unit and entry_stride == channels * unit
+    by_channel = entry_stride == unit and channel_stride == entries * unit
+    return entries * channels * unit if by_entry or by_channel else None
+
+
 _NOT_COMPARED = (
     "src_offset",
     "dst_offset",
@@ -142,6 +180,14 @@ def fold_heads(row: np.void) -> np.void:
     folded["unit_bytes"] *= row["heads"]
     folded["heads"] = 1
     return folded
+
+
+def run_bytes(row: np.void) -> int:
+    """Bytes that lie together on both sides; entries that follow each other count as a small block's."""
+    unit = int(row["unit_bytes"])
+    follow = row["heads"] == row["channels"] == 1 and row["tokens_per_entry"] > 0
+    dense = follow and all(row[f"{side}_entry_stride"] == unit for side in ("src", "dst"))
+    return _MANY * unit if dense else unit
 
 
 def merge_whole_rows(rows: np.ndarray) -> np.ndarray:

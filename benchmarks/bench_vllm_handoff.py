@@ -1,0 +1,287 @@
+"""A prompt's way from a prefill to a decode engine of vLLM: fresh and fragmented block pools, ours and NixlConnector.
+
+    python benchmarks/bench_vllm_handoff.py --json FILE --logs FOLDER [--connectors kvxfer nixl] [--shape qwen2.5-14b]
+
+For two GPUs. All engines start at once, those of prefill on the first GPU and those of decode on the second; then one
+connector after the other is measured. Weights are random and such that output depends on the context, so that tokens
+can be compared. Rows: the hand-off (decode's first token, with the prompt in prefill's cache), its ceiling (the same
+prompt in decode's own cache), and the connector's own time for the bytes. `--shape tiny --cpu` checks the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import timing
+
+from tests.e2e.vllm import connectors
+from tests.e2e.vllm.engine import TO_PREFILL, Answer
+from tests.e2e.vllm.environment import Ports, for_server
+from tests.e2e.vllm.servers import Server
+
+WEIGHTS = Path(__file__).parent / "vllm_weights"
+COMPARED_TOKENS = 16
+CHURN_CLIENTS = 64
+THROUGHPUT_CLIENTS = 4
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-14b": {
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "vocab_size": 152064,
+        "lengths": (1024, 8192, 32000),
+        "kv_cache_bytes": 16 << 30,
+        "churn_requests": 700,
+        "throughput": (16, 8192),
+    },
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 2048,
+        "lengths": (128, 1024),
+        "kv_cache_bytes": 64 << 20,
+        "churn_requests": 60,
+        "throughput": (8, 512),
+    },
+}
+METRICS = {
+    "kvxfer": {
+        "seconds": "vllm:kvxfer_fetch_seconds_sum",
+        "transfers": "vllm:kvxfer_fetch_seconds_count",
+        "bytes": "vllm:kvxfer_wire_bytes_sum",
+        "failed": "vllm:kvxfer_failed_fetches_total",
+    },
+    "nixl": {
+        "seconds": "vllm:nixl_xfer_time_seconds_sum",
+        "post_seconds": "vllm:nixl_post_time_seconds_sum",
+        "transfers": "vllm:nixl_xfer_time_seconds_count",
+        "bytes": "vllm:nixl_bytes_transferred_sum",
+        "descriptors": "vllm:nixl_num_descriptors_sum",
+        "failed": "vllm:nixl_num_failed_transfers_total",
+    },
+}
+
+
+def write_model(shape: dict[str, Any]) -> Path:
+    """A folder with a configuration and nothing else."""
+    folder = Path(tempfile.mkdtemp(prefix="bench-model-"))
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "torch_dtype": "bfloat16",
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    sizes = {key: value for key, value in shape.items() if key.endswith("size") or key.startswith("num_")}
+    (folder / "config.json").write_text(json.dumps(config | sizes))
+    return folder
+
+
+def start(
+    name: str, connector: dict[str, Any], model: Path, shape: dict[str, Any], logs: Path, *, device: int, on_cpu: bool
+) -> Server:
+    """One engine on a GPU or on a core. Decode uses CUDA graphs, prefill has no use for them."""
+    port, side = Ports(), Ports()
+    # fmt: off
+    words = [
+        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "m",
+        "--host", "127.0.0.1", "--port", str(port.first), "--disable-uvicorn-access-log", "--skip-tokenizer-init",
+        "--load-format", "random", "--max-model-len", str(max(shape["lengths"]) + 1000),
+        "--kv-cache-memory-bytes", str(shape["kv_cache_bytes"]), "--kv-transfer-config", json.dumps(connector),
+    ]
+    # fmt: on
+    if on_cpu:
+        environment = for_server(core=device, nixl_port=side.first)
+        words += ["--enforce-eager", "--dtype", "float32"]
+    else:
+        environment = dict(os.environ) | {
+            "CUDA_VISIBLE_DEVICES": str(device),
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side.first),
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+        }
+        words += ["--gpu-memory-utilization", "0.4"]
+        if name.startswith("decode"):
+            graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 64]}
+            words += ["--compilation-config", json.dumps(graphs)]
+        else:
+            words += ["--enforce-eager"]
+    environment["PYTHONPATH"] = f"{WEIGHTS}:{environment['PYTHONPATH']}"
+    return Server(name, words, logs / f"{name}.log", port=port.first, environment=environment)
+
+
+@dataclass
+class Pair:
+    """Two engines, and the way that a request takes through them."""
+
+    kind: str
+    prefill: Server
+    decode: Server
+
+    def ask(self, server: Server, prompt: Sequence[int], tokens: int, kv: dict | None = None) -> tuple[float, Answer]:
+        """Seconds, and the answer."""
+        # Log-probabilities would need a tokenizer, which names the tokens in the answer.
+        body = {"detokenize": False, "logprobs": None, **({"kv_transfer_params": kv} if kv else {})}
+        began = time.perf_counter()
+        answer = server.complete(prompt, tokens, **body)
+        return time.perf_counter() - began, answer
+
+    def hand_over(self, prompt: Sequence[int], tokens: int = 1) -> tuple[float, float, Answer]:
+        """Seconds of prefill, seconds of decode, and decode's answer."""
+        prefill_s, handed = self.ask(self.prefill, prompt, 1, TO_PREFILL)
+        decode_s, answer = self.ask(self.decode, prompt, tokens, handed.kv)
+        return prefill_s, decode_s, answer
+
+    def counters(self) -> dict[str, float]:
+        """The connector's own numbers."""
+        time.sleep(1.5)  # engines report now and then
+        return {name: self.decode.metric(metric) for name, metric in METRICS[self.kind].items()}
+
+
+def measure(pair: Pair, shape: dict[str, Any], calls: int, generator: random.Random) -> dict[str, Any]:
+    """Everything about one connector."""
+
+    def prompt(tokens: int) -> list[int]:
+        return [generator.randrange(4, shape["vocab_size"]) for _ in range(tokens)]
+
+    def series(pool: str) -> list[dict[str, Any]]:
+        rows = []
+        for tokens in shape["lengths"]:
+            before, hits, handed = pair.counters(), [], []
+            for _ in range(calls):
+                x = prompt(tokens)
+                handed.append(pair.hand_over(x)[:2])
+                hits.append(pair.ask(pair.decode, x, 1)[0])
+            after = pair.counters()
+            moved = {name: after[name] - before[name] for name in after}
+            rows.append(
+                {
+                    "pool": pool,
+                    "tokens": tokens,
+                    "prefill_ms": 1e3 * statistics.median(h[0] for h in handed),
+                    "first_token_ms": 1e3 * statistics.median(h[1] for h in handed),
+                    "first_token_ms_all": [1e3 * h[1] for h in handed],
+                    "local_hit_ms": 1e3 * statistics.median(hits),
+                    "transfer_ms": 1e3 * moved["seconds"] / max(moved["transfers"], 1),
+                    **moved,
+                }
+            )
+            print(pair.kind, json.dumps(rows[-1]), flush=True)
+        return rows
+
+    def churn(server: Server) -> None:
+        sizes = [(generator.randrange(16, 400), generator.randrange(1, 40)) for _ in range(shape["churn_requests"])]
+        with ThreadPoolExecutor(CHURN_CLIENTS) as clients:
+            list(clients.map(lambda size: pair.ask(server, prompt(size[0]), size[1]), sizes))
+
+    def prefill_rate(with_hand_over: bool) -> float:
+        """Prompt tokens a second through prefill."""
+        count, tokens = shape["throughput"]
+        prompts = [prompt(tokens) for _ in range(count)]
+        one = pair.hand_over if with_hand_over else lambda x: pair.ask(pair.prefill, x, 1)
+        began = time.perf_counter()
+        with ThreadPoolExecutor(THROUGHPUT_CLIENTS) as clients:
+            list(clients.map(one, prompts))
+        return count * tokens / (time.perf_counter() - began)
+
+    for tokens in (100, max(shape["lengths"]), 2000):  # warms up kernels and connections
+        pair.hand_over(prompt(min(tokens, max(shape["lengths"]))), 4)
+    rows = series("fresh")
+    with ThreadPoolExecutor(2) as both:
+        list(both.map(churn, (pair.prefill, pair.decode)))
+    rows += series("fragmented")
+    rates = {"alone": prefill_rate(False), "handing_over": prefill_rate(True)}
+    same = []
+    for _ in range(calls):
+        x = prompt(shape["lengths"][0])
+        answer = pair.hand_over(x, COMPARED_TOKENS)[2]
+        same.append(answer.tokens == pair.ask(pair.prefill, x, COMPARED_TOKENS)[1].tokens)
+    return {
+        "connector": pair.kind,
+        "rows": rows,
+        "prefill_tokens_per_s": rates,
+        "answers_compared_with_prefill_alone": len(same),
+        "answers_with_equal_tokens": sum(same),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--logs", type=Path, required=True)
+    parser.add_argument("--connectors", nargs="+", default=["kvxfer", "nixl"], choices=list(METRICS))
+    parser.add_argument("--shape", default="qwen2.5-14b", choices=list(SHAPES))
+    parser.add_argument("--calls", type=int, default=5)
+    parser.add_argument("--wire", default="raw", help="wire format of kvxfer's decode engine")
+    parser.add_argument("--cpu", action="store_true")
+    options = parser.parse_args()
+    options.logs.mkdir(parents=True, exist_ok=True)
+    shape, began = SHAPES[options.shape], time.monotonic()
+    model = write_model(shape)
+    results: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        pairs = []
+        for kind in options.connectors:
+            servers = []
+            for device, role in enumerate(("producer", "consumer")):
+                extra = {"wire": options.wire} if kind == "kvxfer" and role == "consumer" else {}
+                connector = getattr(connectors, kind)(**extra) | {"kv_role": f"kv_{role}"}
+                name = f"{'prefill' if device == 0 else 'decode'}-{kind}"
+                servers.append(start(name, connector, model, shape, options.logs, device=device, on_cpu=options.cpu))
+                stack.callback(servers[-1].kill)
+            pairs.append(Pair(kind, *servers))
+        for pair in pairs:
+            try:
+                pair.prefill.ready(), pair.decode.ready()
+                print(f"{pair.kind}: engines are up after {time.monotonic() - began:.0f} s", flush=True)
+                results.append(measure(pair, shape, options.calls, random.Random(0)))
+            except Exception as error:  # the other connector's numbers are worth having
+                print(f"{pair.kind}: {type(error).__name__}: {error}", flush=True)
+                results.append({"connector": pair.kind, "error": f"{type(error).__name__}: {error}"[:2000]})
+            environment = timing.environment(shape=options.shape, wire=options.wire, **versions(options.cpu))
+            timing.save(options.json, environment, results)
+            print(json.dumps(results[-1])[:4000], flush=True)
+    print(f"the whole took {time.monotonic() - began:.0f} s")
+
+
+def versions(on_cpu: bool) -> dict[str, str]:
+    """Of what is measured."""
+    import torch
+    import vllm
+
+    found = {"vllm": vllm.__version__, "torch": torch.__version__}
+    if not on_cpu:
+        found["gpu"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    return found
+
+
+if __name__ == "__main__":
+    main()

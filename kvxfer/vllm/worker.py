@@ -1,0 +1,245 @@
+"""The worker's side: registers the cache, publishes what the scheduler leaves to decode, fetches what it has ordered.
+
+Runs on vLLM's main thread; the bytes move on kvxfer's. Every order is answered exactly once, by every rank: a
+publication when its lease has ended, a load when its fetch has.
+
+Imports layouts, metadata, options, stats, versions, and kvxfer's connector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from kvxfer.cache import Cache
+from kvxfer.connector import Connector
+from kvxfer.errors import KvxferError
+from kvxfer.lease import Lease, LeaseState
+from kvxfer.transfers.fetch import Fetch
+from kvxfer.vllm import engine, versions
+from kvxfer.vllm.engine import Place
+from kvxfer.vllm.fingerprint import fingerprint_of
+from kvxfer.vllm.layouts import TableGroup, cache_layout, table_groups
+from kvxfer.vllm.metadata import BlockIds, Load, Orders, Publication, RankReport
+from kvxfer.vllm.options import Options, connector_arguments
+from kvxfer.vllm.stats import KvxferStats
+
+_log = init_logger("vllm.kvxfer.worker")
+
+
+@dataclass(frozen=True)
+class Results:
+    """What one step has to report. A failed load stands in `received` as well."""
+
+    sent: set[str]
+    received: set[str]
+    failed: set[str]
+
+
+class WorkerSide:
+    """One rank's side."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, options: Options) -> None:
+        self._config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._options = options
+        self._place = Place.of(vllm_config)
+        self._groups = table_groups(kv_cache_config)
+        self._tensors: dict[str, list[torch.Tensor]] = {}  # by group, for blanking
+        self._connector: Connector | None = None
+        self._cache: Cache | None = None
+        self._serial = -1
+        self._joined: tuple[str, int] | None = None
+        self._scheduler_knows_ranks = False
+        self._leases: dict[str, Lease] = {}
+        self._fetches: dict[str, tuple[Load, Fetch]] = {}
+        self._sent: set[str] = set()
+        self._failed: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._ways_seen: set[tuple[str, str, str]] = set()
+        self.stats = KvxferStats()
+
+    # --- life -----------------------------------------------------------------------------------------------
+
+    def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Make vLLM's cache known to peers. Raises what kvxfer finds wrong, which ends the engine's start."""
+        place = self._place
+        layout = cache_layout(
+            self._groups,
+            tensors,
+            num_blocks=self._kv_cache_config.num_blocks,
+            heads=place.heads,
+            cache_dtype=str(self._config.cache_config.cache_dtype),
+            latent_content=engine.latent_content(self._config),
+            cpu_isa=engine.cpu_isa(self._config),
+            fingerprint=fingerprint_of(self._config, self._options.model_id),
+        )
+        self._tensors = {
+            group.name: [tensors[layer] for layer in group.layers if layer in tensors] for group in self._groups
+        }
+        self._connector = Connector(
+            engine.connector_name(self._config, f"rank {place.rank}"),
+            rank=place.rank,
+            ranks=place.ranks,
+            **connector_arguments(self._options, engine.port_offset(self._config.parallel_config, place.rank)),
+        )
+        self._cache = self._connector.register(None, layout, scales=engine.scales(self._config, layout))
+        _log.info(
+            "rank %d of %d listens on %s; %s; backends %s; ways %s",
+            place.rank,
+            place.ranks,
+            self._connector.endpoint,
+            ", ".join(f"{len(g.layers)} {g.kind.value} layers in {g.num_blocks} blocks" for g in layout.groups),
+            ", ".join(self._connector.backends),
+            ", ".join(self._options.ways),
+        )
+        for backend, reason in self._connector.why_not.items():
+            _log.debug("backend %s is not used: %s", backend, reason)
+
+    def close(self) -> None:
+        """End transfers, leases, threads. Idempotent."""
+        if self._connector is not None:
+            self._connector.close()
+
+    # --- a step ---------------------------------------------------------------------------------------------
+
+    def carry_out(self, orders: Orders) -> None:
+        """Start what the scheduler has ordered. Never blocks; once for each step, however often it is called."""
+        if orders.serial <= self._serial or self._connector is None:
+            return
+        self._serial = orders.serial
+        self._scheduler_knows_ranks = orders.knows_ranks
+        if self._joined != (orders.engine, orders.generation):
+            self._connector.join_engine(orders.engine, orders.generation)
+            self._joined = (orders.engine, orders.generation)
+        for publication in orders.publications:
+            self._publish(publication)
+        for ticket in orders.releases:
+            self._release(ticket)
+        for request_id in orders.cancelled:
+            if request_id in self._fetches:
+                self._fetches[request_id][1].cancel()
+        for load in orders.loads:
+            self._fetch(load)
+
+    def results(self) -> Results:
+        """What has ended since the last call; each request stands in one answer only."""
+        sent, self._sent = self._sent, set()
+        failed, self._failed = self._failed, set()
+        received = set(failed)
+        for request_id, lease in list(self._leases.items()):
+            if lease.released.is_set():
+                del self._leases[request_id]
+                sent.add(request_id)
+                self._lease_ended(request_id, lease)
+        for request_id, (load, fetch) in list(self._fetches.items()):
+            if not fetch.done():
+                continue
+            del self._fetches[request_id]
+            received.add(request_id)
+            error = fetch.exception()
+            if error is None:
+                self._fetched(request_id, fetch)
+            else:
+                failed.add(request_id)
+                self._load_failed(load, error)
+        return Results(sent, received, failed)
+
+    def failed_blocks(self) -> set[int]:
+        """Blocks of loads that have failed, for versions of vLLM that are not told of requests."""
+        blocks, self._failed_blocks = self._failed_blocks, set()
+        return set() if versions.REPORTS_FAILED_REQUESTS else blocks
+
+    def report(self) -> RankReport | None:
+        """Where this rank listens, until the scheduler knows."""
+        if self._scheduler_knows_ranks or self._connector is None:
+            return None
+        return RankReport(endpoints={self._place.rank: self._connector.endpoint})
+
+    # --- parts ----------------------------------------------------------------------------------------------
+
+    def _publish(self, publication: Publication) -> None:
+        request_id = publication.request_id
+        try:
+            self._leases[request_id] = self._cache.publish(
+                publication.blocks, tokens=publication.tokens, ttl_s=publication.ttl_s, ticket=publication.ticket
+            )
+        except KvxferError as error:
+            self._sent.add(request_id)
+            self.stats.count("not_published")
+            _log.error("request %s cannot be offered to decode: %s", request_id, error)
+
+    def _fetch(self, load: Load) -> None:
+        try:
+            self._blank(load.blank)
+            fetch = self._cache.fetch(
+                load.ticket,
+                into=load.blocks,
+                wire=self._options.wire,
+                timeout_s=load.timeout_s,
+                allow_missing=self._options.allow_missing_layers,
+            )
+        except KvxferError as error:
+            self._failed.add(load.request_id)
+            self._load_failed(load, error)
+        else:
+            self._fetches[load.request_id] = (load, fetch)
+
+    def _blank(self, blocks: BlockIds) -> None:
+        for name, ids in blocks.items():
+            for tensor in self._tensors[name] if ids else ():
+                tensor[torch.tensor(ids, device=tensor.device)] = 0
+                if tensor.is_cuda:
+                    torch.cuda.current_stream(tensor.device).synchronize()
+
+    def _release(self, ticket: bytes) -> None:
+        try:
+            self._connector.release(ticket)
+        except KvxferError as error:
+            _log.debug("a ticket was not released: %s", error)
+
+    def _load_failed(self, load: Load, error: KvxferError) -> None:
+        self.stats.count("failed")
+        self._failed_blocks.update(block for ids in load.blocks.values() for block in ids)
+        _log.warning("KV of request %s was not fetched: %s: %s", load.request_id, type(error).__name__, error)
+        self._release(load.ticket)
+
+    def _fetched(self, request_id: str, fetch: Fetch) -> None:
+        stats = fetch.stats
+        self.stats.fetched(stats)
+        seen = (stats.backend, stats.way, stats.wire)
+        if seen not in self._ways_seen:
+            self._ways_seen.add(seen)
+            _log.info("KV comes the %s way, backend %s, wire format %s", stats.way, stats.backend, stats.wire)
+        _log.debug(
+            "fetched request %s: %d bytes (%d on the wire) in %d copies from %d ranks, %.2f ms of which %.2f before "
+            "the first byte, %.2f GB/s, way %s, backend %s, wire %s",
+            request_id,
+            stats.bytes,
+            stats.wire_bytes,
+            stats.copies,
+            stats.peers,
+            stats.seconds * 1e3,
+            stats.posted_s * 1e3,
+            stats.gigabytes_per_s,
+            stats.way,
+            stats.backend,
+            stats.wire,
+        )
+
+    def _lease_ended(self, request_id: str, lease: Lease) -> None:
+        if lease.state is LeaseState.EXPIRED:
+            self.stats.count("expired")
+            _log.warning("the lease of request %s ran out before decode had fetched it", request_id)
+        else:
+            self.stats.count("released")
+            _log.debug("the lease of request %s was released", request_id)
+
+    @property
+    def groups(self) -> tuple[TableGroup, ...]:
+        """The groups that move."""
+        return self._groups

@@ -1,0 +1,30 @@
+"""The connector without models: vLLM's scheduler, and workers whose model writes numbers that can be checked.
+
+Without vLLM these tests are not collected; `make test-vllm` runs them in an environment that has it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
+else:
+    from .engine import Engine
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Engine]]:
+    """Starts engines that are shut down after the test."""
+    engines: list[Engine] = []
+
+    def start(**options: object) -> Engine:
+        engines.append(Engine(**options))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
