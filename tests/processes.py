@@ -81,9 +81,9 @@ class Side:
     ) -> None:
         """`fill` seeds random contents; None leaves zeros."""
         self.layout = make_layout(size, **(layout or {}))
-        self.connector = Connector(
-            name, **{"secret": SECRET, "ways": ways, "limits": Limits(**(limits or {})), **connector}
-        )
+        backends = os.environ.get("KVXFER_TEST_BACKEND", "auto")
+        chosen = {"secret": SECRET, "ways": ways, "backends": backends, "limits": Limits(**(limits or {}))}
+        self.connector = Connector(name, **{**chosen, **connector})
         try:
             self.arrays: dict[str, np.ndarray] = {}
             for index, region in enumerate(self.layout.regions):

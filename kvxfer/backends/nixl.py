@@ -5,7 +5,7 @@ what lies in few large runs goes direct; `NixlLink.measure` gives what that is d
 
 Agents learn of each other through the control channel: neither NIXL's listener nor its pickled descriptors are used.
 
-Imports base.py, nixl_agent.py and errors.
+Imports base.py, nixl_agent.py, process.py and errors.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy as np
 
 from kvxfer.backends.base import Backend, Capabilities, Costs, Direction, Link, Registration, RemoteRegion, wait
 from kvxfer.backends.nixl_agent import HOST, Agent, Connection, Request
+from kvxfer.backends.process import Process
 from kvxfer.errors import BackendError, DeadlineExceeded, KvxferError, PeerGone, ResourceExhausted
 
 _log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class _Memory(msgspec.Struct, frozen=True, array_like=True):
 class _Hello(msgspec.Struct, frozen=True, array_like=True):
     version: str  # of NIXL; first, so that it can be told whatever another release says after it
     agent: str
-    host: str
+    process: Process
     metadata: bytes
     scratch: _Memory
 
@@ -143,7 +144,7 @@ class NixlBackend(Backend):
             _Hello(
                 version=self._agent.version,
                 agent=self._agent.name,
-                host=_host(),
+                process=Process.this(),
                 metadata=_sealed(self._agent.address()),
                 scratch=scratch,
             )
@@ -268,7 +269,8 @@ class NixlLink(Link):
         self._finalizer = weakref.finalize(self, backend.part, self._connection)
         self._spans = _Spans()
         self._known: set[bytes] = set()  # handles that were opened
-        self._closes_both_ways = _closes_both_ways(hello.host)
+        self._process = hello.process
+        self._closes_both_ways = _closes_both_ways(hello.process)
         self._probe: Request | None = None
         self._probe_note, self._probe_lock = backend.probe_note, threading.Lock()
         self._probe_due = float("inf")  # never, until there is doubt
@@ -308,13 +310,19 @@ class NixlLink(Link):
         self._probe_due = min(self._probe_due, time.monotonic())
 
     def alive(self) -> bool | None:
-        """False once the connection is lost, if it was of a kind that then carries nothing from the peer either."""
+        """False once the connection is lost, and then carries nothing from the peer either or the peer has ended.
+
+        The connection has to be lost in any case: bytes of a process that has ended may still be in it.
+        """
+        if self._process.has_ended():
+            self.doubt()
         if time.monotonic() >= self._probe_due and not self.lost:
             try:
                 self._look()
             except KvxferError as error:
                 _log.debug("looking at a silent peer: %s", error)
-        return False if self.lost and self._closes_both_ways else None
+        gone = self.lost and (self._closes_both_ways or self._process.has_ended())
+        return False if gone else None
 
     def _look(self) -> None:
         """Keep one small read under way: NIXL speaks of a lost peer only to those who use it."""
@@ -332,12 +340,7 @@ class NixlLink(Link):
         self._finalizer()
 
 
-def _host() -> str:
-    """Which machine this is, for as long as it runs."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _closes_both_ways(peer_host: str) -> bool:
+def _closes_both_ways(peer: Process) -> bool:
     """Whether a peer whose connection was lost can write nothing more into memory of this process.
 
     True of TCP and of reliable connections, which this side has closed by then. Not of datagram transports, and not of
@@ -347,7 +350,7 @@ def _closes_both_ways(peer_host: str) -> bool:
     if all(name.startswith(_BOTH_WAYS) for name in names):
         return True
     devices = Path("/sys/class/infiniband")
-    return peer_host != _host() and not (devices.is_dir() and any(devices.iterdir()))
+    return peer.machine != Process.this().machine and not (devices.is_dir() and any(devices.iterdir()))
 
 
 def _sealed(metadata: bytes) -> bytes:
