@@ -214,6 +214,17 @@ class Side:
             slowest = max(slowest, time.monotonic() - started)
         return outcomes, slowest
 
+    def forget(self) -> None:
+        """Let go of transfers and leases that have ended."""
+        self.transfers.clear()
+        self.leases.clear()
+
+    def never_sees_deaths(self) -> None:
+        """As if peers were on hosts of which nothing is known."""
+        from kvxfer.backends.nixl import NixlLink
+
+        NixlLink.alive = lambda self: None
+
     def hold_confirmations(self) -> None:
         """From now on fetches stop between their last byte and the reading of the lease word, until `let_confirm`."""
         confirm, self._let_confirm, self._held = Fetch._confirm, threading.Event(), threading.Event()
