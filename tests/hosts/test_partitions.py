@@ -162,7 +162,7 @@ def test_one_host_that_is_cut_off_slows_nobody_else(network, start, way):
     good = [alive.publish([block]) for block in range(20)]
     one.cut()
     keys = [decode.fetch(ticket, [40 + i], timeout_s=TIMEOUT_S) for i, ticket in enumerate(lost)]
-    outcomes, slowest = decode.fetch_many(good)
+    outcomes, slowest = decode.fetch_in_background(good)
     assert outcomes == [way] * len(good)
     assert slowest < 1.0  # whoever had to wait for the dead host would wait for longer
     assert decode.blocks(list(range(20))) == alive.blocks(list(range(20)))
