@@ -493,8 +493,11 @@ class Node:
 
 def _converse(peer: Peer, message: Message) -> None:
     conversation = peer.conversations.get(getattr(message, "transfer", None))
-    if conversation is not None:  # else it has ended on this side
+    if conversation is not None:
         conversation.handle(message)
+    elif isinstance(message, Stop):  # it has ended on this side, or never begun: the peer may not have heard so
+        reason = "nothing of this transfer is under way"
+        peer.session.send(Ended(transfer=message.transfer, error=Cancelled.__name__, reason=reason))
 
 
 def _bytes_of(memory: Registration) -> np.ndarray:

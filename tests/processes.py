@@ -205,6 +205,11 @@ class Side:
         keys = [self.fetch(t, list(range(each * i, each * i + each)), **options) for i, t in enumerate(tickets)]
         return [self.outcome(key) for key in keys]
 
+    def fetch_each(self, tickets: Mapping[int, bytes], **options: Any) -> list[str]:
+        """Fetch all at once, each ticket's block into the block that it stands for; the outcomes."""
+        keys = [self.fetch(ticket, [block], **options) for block, ticket in tickets.items()]
+        return [self.outcome(key) for key in keys]
+
     def fetch_in_background(self, tickets: Sequence[bytes]) -> tuple[list[str], float]:
         """Fetch one after the other, each into a block of its own; outcomes, and how long the slowest took.
 

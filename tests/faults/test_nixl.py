@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from processes import SIZES, Process, until
+from tap import Tap
 
 from kvxfer.errors import BackendError
 
@@ -159,6 +160,47 @@ def test_a_prefill_that_stands_still_slows_no_fetch_from_another(start):
     assert slowest < 1.0  # whoever waited for the stopped one would wait for two seconds or more
     assert {decode.outcome(key) for key in keys} <= {"direct", *ENDS}
     rest(decode)
+
+
+def test_messages_that_are_lost_doubled_or_out_of_order_end_transfers_and_leak_nothing(start):
+    dice, late = random.Random(7), []
+
+    def mangle(data: bytes) -> list[bytes]:
+        frames, fate = [data, *late], dice.random()
+        late.clear()
+        if fate < 0.1:
+            return frames[1:]
+        if fate < 0.2:
+            return [data, *frames]
+        if fate < 0.3:
+            late.append(data)
+            return frames[1:]
+        return frames
+
+    tap = Tap()
+    try:
+        port = free_port()
+        own = {"listen": f"tcp://127.0.0.1:{port}", "advertise": tap.endpoint}
+        prefill, decode = start("prefill", fill=1, **own, **options("packed")), start("decode", **options("packed"))
+        tap.connect(own["listen"])
+        assert decode.fetch_now(prefill.publish([0])) == "packed"
+        tap.mangle = mangle
+        outcomes = []
+        for round_ in range(4):
+            blocks = list(range(12 * round_, 12 * round_ + 12))
+            decode.post("fetch_each", {block: prefill.publish([block], ttl_s=10) for block in blocks}, timeout_s=1.5)
+            outcomes += (ended := decode.answer())
+            arrived = [block for block, outcome in zip(blocks, ended, strict=True) if outcome == "packed"]
+            assert decode.blocks(arrived) == prefill.blocks(arrived)
+        assert {*outcomes} <= {"packed", "Cancelled", *ENDS} and len({*outcomes}) > 1, outcomes
+        tap.mangle = lambda data: [data]
+        rest(decode)
+        rest(prefill)
+        until(lambda: decode.fetch_now(prefill.publish([1]), timeout_s=3) == "packed", 10, "a transfer that works")
+        prefill.end()
+        decode.end()
+    finally:
+        tap.close()
 
 
 def test_garbage_in_what_a_peer_says_of_itself_is_refused():
