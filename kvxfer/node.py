@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvxfer import checks
-from kvxfer.backends.base import Backend, Costs, Registration
+from kvxfer.backends.base import Backend, Costs, Operation, Registration
 from kvxfer.control.channel import Channel, Session
 from kvxfer.control.messages import (
     CacheInfo,
@@ -135,6 +135,7 @@ class Node:
         self.transfers_total: collections.Counter[tuple[str, str]] = collections.Counter()  # by kind and state
         self.bytes_total: collections.Counter[tuple[str, str]] = collections.Counter()  # by kind and way
         self.packed_ahead: collections.Counter[str] = collections.Counter()  # packed, no room, failed
+        self.under_way: set[Operation] = set()  # of backends; bytes of peers may depend on them
         self._early_releases: dict[tuple[int, int], tuple[Release, ...]] = {}  # by slot and lease
         self.quarantined = 0  # resources that wait for a peer to stop or to be known dead
         self._memory: list[Registration] = []
@@ -237,6 +238,8 @@ class Node:
         for lease in self.leases:
             self.end_lease(lease, LeaseState.RELEASED)
         self.pool.close()  # first: goodbye tells a peer that nothing is written into its memory any more
+        while self.under_way and time.monotonic() < until:
+            time.sleep(0.001)
         self.progress.close(self._close_channel)
         for peer in list(self.directory.peers.values()):
             if peer.link is not None:
@@ -248,7 +251,7 @@ class Node:
 
     def _close_channel(self) -> None:
         if self.directory.channel is not None:
-            self.directory.channel.close()
+            self.directory.channel.close(goodbye=not self.under_way)
 
     def track(self, transfer: Transfer) -> None:
         """Have `close` end the transfer. Any thread."""
@@ -500,8 +503,9 @@ class Node:
     def when_dead(self, peer: Peer, call: Callable[[], None], settled: Callable[[], bool]) -> None:
         """Run `call` once the peer is known to write nothing more: it said goodbye, or its process has ended.
 
-        A peer that is merely silent may wake up and go on writing, so silence is not enough. Gives up looking once
-        `settled`: the peer has woken up and said itself that it stopped.
+        A peer that is merely silent may wake up and go on writing, so silence is not enough. Where the backend cannot
+        tell, whoever listens at the peer's endpoint is asked from time to time. Gives up looking once `settled`: the
+        peer has woken up and said itself that it stopped.
         """
         self.quarantined += 1
 
@@ -512,6 +516,8 @@ class Node:
                 self.quarantined -= 1
                 call()
             else:
+                if not self.closed:
+                    self.directory.ask_for_successor(peer)
                 self.progress.call_later(_DEAD_POLL_S, look)
 
         look()
@@ -519,8 +525,11 @@ class Node:
 
 def _converse(peer: Peer, message: Message) -> None:
     conversation = peer.conversations.get(getattr(message, "transfer", None))
-    if conversation is not None:  # else it has ended on this side
+    if conversation is not None:
         conversation.handle(message)
+    elif isinstance(message, Stop):  # it has ended on this side, or never begun: the peer may not have heard so
+        reason = "nothing of this transfer is under way"
+        peer.session.send(Ended(transfer=message.transfer, error=Cancelled.__name__, reason=reason))
 
 
 def _bytes_of(memory: Registration) -> np.ndarray:

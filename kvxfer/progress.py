@@ -17,7 +17,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import zmq
 
@@ -32,6 +33,9 @@ _eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 
 _FIRST_PAUSE_S = 20e-6  # between two looks at operations under way
 _LAST_PAUSE_S = 5e-3
+_MAX_AWAY = 64  # threads of one pool that wait for peers while spare ones work
+
+_mine = threading.local()  # pool: whose thread this is
 
 
 class Timer:
@@ -215,23 +219,26 @@ class Job:
 
 
 class MoverPool:
-    """A fixed number of threads that move bytes. Idle threads sleep."""
+    """Threads that move bytes, a fixed number; idle ones sleep. While one waits for a peer, a spare one works."""
 
     def __init__(self, name: str, threads: int) -> None:
+        self._name, self._number = name, threads
         self._jobs: collections.deque[Job] = collections.deque()
         self._ready = threading.Condition()
         self._closing = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"kvxfer-mover-{name}-{i}", daemon=True) for i in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: set[threading.Thread] = set()
+        self._idle = self._away = 0
+        self._names = itertools.count()
+        with self._ready:
+            for _ in range(threads):
+                self._start()
 
     def submit(self, call: Callable[[], None]) -> Job:
         """Queue a call. From any thread. After `close` the job is never run by the pool."""
         job = Job(call)
         with self._ready:
             self._jobs.append(job)
+            self._stand_in()
             self._ready.notify()
         return job
 
@@ -240,19 +247,61 @@ class MoverPool:
         with self._ready:
             self._closing = True
             self._ready.notify_all()
-        for thread in self._threads:
+            threads = set(self._threads)
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(timeout_s)
 
+    def leave(self) -> None:
+        """The calling thread, one of the pool's, is about to wait for a peer. Pair with `come_back`."""
+        with self._ready:
+            self._away += 1
+            self._stand_in()
+
+    def come_back(self) -> None:
+        """It goes on."""
+        with self._ready:
+            self._away -= 1
+
+    def _stand_in(self) -> None:
+        """Start a thread where there are jobs, all others wait for peers, and there are not too many of these."""
+        working = len(self._threads) - self._away
+        if self._jobs and not self._idle and working < self._number and self._away <= _MAX_AWAY and not self._closing:
+            self._start()
+
+    def _start(self) -> None:
+        name = f"kvxfer-mover-{self._name}-{next(self._names)}"
+        thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
     def _run(self) -> None:
+        _mine.pool = self
         while True:
             with self._ready:
                 while not self._jobs:
-                    if self._closing:
+                    if self._closing or len(self._threads) - self._away > self._number:
+                        self._threads.discard(threading.current_thread())
                         return
+                    self._idle += 1
                     self._ready.wait()
+                    self._idle -= 1
                 job = self._jobs.popleft()
             job.run()
+
+
+@contextmanager
+def waiting_for_a_peer() -> Iterator[None]:
+    """Around a wait whose length a peer decides: on a mover thread, another one takes the jobs meanwhile."""
+    pool: MoverPool | None = getattr(_mine, "pool", None)
+    if pool is None:
+        yield
+        return
+    pool.leave()
+    try:
+        yield
+    finally:
+        pool.come_back()
 
 
 def _guarded(call: Callable[[], None]) -> None:

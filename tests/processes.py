@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 import kvxfer
-from kvxfer import CacheLayout, Connector, Limits
+from kvxfer import CacheLayout, Connector, Fetch, Limits
 
 SECRET = b"a secret of the tests"
 SIZES = {
@@ -81,9 +81,9 @@ class Side:
     ) -> None:
         """`fill` seeds random contents; None leaves zeros."""
         self.layout = make_layout(size, **(layout or {}))
-        self.connector = Connector(
-            name, **{"secret": SECRET, "ways": ways, "limits": Limits(**(limits or {})), **connector}
-        )
+        backends = os.environ.get("KVXFER_TEST_BACKEND", "auto")
+        chosen = {"secret": SECRET, "ways": ways, "backends": backends, "limits": Limits(**(limits or {}))}
+        self.connector = Connector(name, **{**chosen, **connector})
         try:
             self.arrays: dict[str, np.ndarray] = {}
             for index, region in enumerate(self.layout.regions):
@@ -196,6 +196,64 @@ class Side:
         except kvxfer.KvxferError as error:
             return type(error).__name__
 
+    def stats(self, key: int) -> dict[str, Any]:
+        """What a transfer did so far."""
+        return dataclasses.asdict(self.transfers[key].stats)
+
+    def fetch_all(self, tickets: Sequence[bytes], each: int, **options: Any) -> list[str]:
+        """Fetch all at once, `each` blocks from each ticket; the outcomes."""
+        keys = [self.fetch(t, list(range(each * i, each * i + each)), **options) for i, t in enumerate(tickets)]
+        return [self.outcome(key) for key in keys]
+
+    def fetch_each(self, tickets: Mapping[int, bytes], **options: Any) -> list[str]:
+        """Fetch all at once, each ticket's block into the block that it stands for; the outcomes."""
+        keys = [self.fetch(ticket, [block], **options) for block, ticket in tickets.items()]
+        return [self.outcome(key) for key in keys]
+
+    def fetch_in_background(self, tickets: Sequence[bytes]) -> tuple[list[str], float]:
+        """Fetch one after the other, each into a block of its own; outcomes, and how long the slowest took.
+
+        Only looks whether they have ended: a thread that waits would do the work itself.
+        """
+        outcomes, slowest = [], 0.0
+        for block, ticket in enumerate(tickets):
+            started = time.monotonic()
+            key = self.fetch(ticket, [block])
+            until(self.transfers[key].done, 20)
+            slowest = max(slowest, time.monotonic() - started)
+            outcomes.append(self.outcome(key))
+        return outcomes, slowest
+
+    def forget(self) -> None:
+        """Let go of transfers and leases that have ended."""
+        self.transfers.clear()
+        self.leases.clear()
+
+    def never_sees_deaths(self) -> None:
+        """As if peers were on hosts of which nothing is known."""
+        from kvxfer.backends.nixl import NixlLink
+
+        NixlLink.alive = lambda self: None
+
+    def hold_confirmations(self) -> None:
+        """From now on fetches stop between their last byte and the reading of the lease word, until `let_confirm`."""
+        confirm, self._let_confirm, self._held = Fetch._confirm, threading.Event(), threading.Event()
+
+        def held(fetch: Fetch) -> None:
+            self._held.set()
+            self._let_confirm.wait(30)
+            confirm(fetch)
+
+        Fetch._confirm = held
+
+    def confirmation_held(self) -> bool:
+        """Whether a fetch waits for `let_confirm`."""
+        return self._held.wait(10)
+
+    def let_confirm(self) -> None:
+        """Let fetches go on."""
+        self._let_confirm.set()
+
     def _keep(self, transfer: kvxfer.Transfer) -> int:
         key = len(self.transfers)
         self.transfers[key] = transfer
@@ -234,11 +292,17 @@ class Side:
 class Process:
     """A `Side` in a process of its own. Its verbs are called like methods; `post` starts one and `answer` waits."""
 
-    def __init__(self, name: str, **options: Any) -> None:
+    def __init__(
+        self, name: str, *, enter: Sequence[str] = (), env: Mapping[str, str] | None = None, **options: Any
+    ) -> None:
+        """`enter` is a command that runs the process elsewhere; `env` goes on top of this process's environment."""
         self._pipe, theirs = Pipe()
         with theirs:
             self._popen = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True
+                [*enter, sys.executable, __file__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env={**os.environ, **(env or {})},
             )
         self.pid = self._popen.pid
         self._pipe.send((name, options))

@@ -156,6 +156,6 @@ def run(connection: Connection, secret: bytes, options: WorkerOptions) -> None:
     model = Llama(Checkpoint(find_checkpoint()))
     allocate = kvxfer.shared_empty if options.shared else np.zeros
     cache = model.new_cache(num_blocks=NUM_BLOCKS, allocate=allocate)
-    with kvxfer.Connector("decode-0", backends="auto", ways=options.ways, secret=secret) as connector:
+    with kvxfer.Connector("decode-0", backends=options.backend, ways=options.ways, secret=secret) as connector:
         with suppress(ChannelClosed):
             serve(DecodeWorker(Engine(model, cache), connector, options.wire), Channel(connection))

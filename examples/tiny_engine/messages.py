@@ -19,6 +19,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the caches lie in shared memory, which a peer of this host reads in place."""
     ways: tuple[str, ...] = ("mapped", "direct", "packed")
     """What the decode worker may use, best first."""
+    backend: str = "auto"
+    """What moves the bytes."""
 
 
 class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):

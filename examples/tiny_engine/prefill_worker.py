@@ -96,6 +96,6 @@ def run(connection: Connection, secret: bytes, options: WorkerOptions) -> None:
     allocate = kvxfer.shared_empty if options.shared else np.zeros
     cache = model.new_cache(num_blocks=NUM_BLOCKS, allocate=allocate)
     listen = "tcp://127.0.0.1:0"
-    with kvxfer.Connector("prefill-0", listen=listen, backends="auto", secret=secret) as connector:
+    with kvxfer.Connector("prefill-0", listen=listen, backends=options.backend, secret=secret) as connector:
         with suppress(ChannelClosed):
             serve(PrefillWorker(Engine(model, cache), connector), Channel(connection))

@@ -137,9 +137,20 @@ class Link(abc.ABC):
         """
         return None
 
+    @property
+    def lost(self) -> bool:
+        """Whether nothing moves over this link any more, though the peer may live: a new link has to be made."""
+        return False
+
+    def doubt(self) -> None:  # noqa: B027
+        """The peer has gone silent: from now on `lost` and `alive` are found out by trying."""
+
     @abc.abstractmethod
     def alive(self) -> bool | None:
-        """Whether the peer's process exists: True and False are certain, None means that this backend cannot tell."""
+        """Whether the peer may still write into this process's memory. Called again and again; must not block.
+
+        True: its process exists. False: it writes nothing more, for certain. None: this backend cannot tell.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -5,23 +5,37 @@ what lies in few large runs goes direct; `NixlLink.measure` gives what that is d
 
 Agents learn of each other through the control channel: neither NIXL's listener nor its pickled descriptors are used.
 
-Imports base.py, nixl_agent.py and errors.
+Imports base.py, nixl_agent.py, process.py and errors.
 """
 
 from __future__ import annotations
 
 import bisect
+import collections
+import hashlib
+import logging
+import os
 import threading
 import time
+import weakref
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from kvxfer.backends.base import Backend, Capabilities, Costs, Direction, Link, Registration, RemoteRegion, wait
-from kvxfer.backends.nixl_agent import HOST, Agent, Request
-from kvxfer.errors import BackendError, DeadlineExceeded, ResourceExhausted
+from kvxfer.backends.nixl_agent import HOST, Agent, Connection, Request
+from kvxfer.backends.process import Process
+from kvxfer.errors import BackendError, DeadlineExceeded, KvxferError, PeerGone, ResourceExhausted
 
-_SCRATCH_BYTES = 1 << 20  # registered at start, for small reads and for measuring a link
+_log = logging.getLogger(__name__)
+
+_SCRATCH_BYTES = 1 << 20  # registered at start, for measuring a link
+_NOTE_BYTES = 64 << 10  # a piece of what is read for `Link.read`
+_PROBE_BYTES = 64
+_PROBE_S = 1.0  # between two looks at a silent peer
+_DIGEST_BYTES = 16
+_BOTH_WAYS = ("tcp", "rc", "cuda_copy", "gdr_copy", "self")  # over which a connection that one side closed is closed
 _PIECES, _PIECE_BYTES = 64, 4 << 10  # of a measurement
 _TRIES = 3
 _MEASURE_TIMEOUT_S = 5.0
@@ -36,11 +50,13 @@ class _Memory(msgspec.Struct, frozen=True, array_like=True):
     address: int
     nbytes: int
     device: int
-    metadata: bytes
+    metadata: bytes  # sealed, as NIXL's are everywhere here: NIXL and UCX end the process over bytes they do not know
 
 
 class _Hello(msgspec.Struct, frozen=True, array_like=True):
+    version: str  # of NIXL; first, so that it can be told whatever another release says after it
     agent: str
+    process: Process
     metadata: bytes
     scratch: _Memory
 
@@ -80,18 +96,22 @@ class NixlBackend(Backend):
         self._agent = Agent()
         self._spans = _Spans()
         self._registered: dict[Span, tuple[int, bytes]] = {}  # how often, and what a peer has to load
-        self._loaded: dict[str, int] = {}  # peers' agents: links
+        self._connections: dict[str, Connection] = {}  # by peers' agents
+        self._left: collections.deque[Connection] = collections.deque()  # by links that are gone
         self._allocated: dict[int, np.ndarray] = {}
         self._lock = threading.Lock()
         self._scratch = self.allocate(_SCRATCH_BYTES)
         self._scratch_lock = threading.Lock()
+        self.probe_note = self.allocate(_PROBE_BYTES)  # written to by probes of all links; nobody reads it
+        self._notes: collections.deque[Registration] = collections.deque()  # not in use
+        self._late: collections.deque[tuple[Request, Registration]] = collections.deque()  # nobody waits for these
 
     def register(self, address: int, nbytes: int, device: str = "cpu") -> Registration:
         span = (address, nbytes, HOST if device == "cpu" else int(device.removeprefix("cuda").lstrip(":") or 0))
         with self._lock:
             times, metadata = self._registered.get(span, (0, b""))
             if not times:
-                metadata = self._agent.register(*span)
+                metadata = _sealed(self._agent.register(*span))
                 self._spans.add(span)
             self._registered[span] = times + 1, metadata
         memory = _Memory(agent=self._agent.name, address=address, nbytes=nbytes, device=span[2], metadata=metadata)
@@ -121,10 +141,19 @@ class NixlBackend(Backend):
     def hello(self) -> bytes:
         scratch = _decode(self._scratch.handle, _Memory)
         return msgspec.msgpack.encode(
-            _Hello(agent=self._agent.name, metadata=self._agent.address(), scratch=scratch)
+            _Hello(
+                version=self._agent.version,
+                agent=self._agent.name,
+                process=Process.this(),
+                metadata=_sealed(self._agent.address()),
+                scratch=scratch,
+            )
         )
 
     def connect(self, hello: bytes) -> Link:
+        version = next(iter(_decode(hello, list)), None)
+        if version != self._agent.version:
+            raise BackendError(f"the peer has NIXL {version!r:.40}, this side {self._agent.version!r}: install one")
         return NixlLink(self, _decode(hello, _Hello))
 
     def close(self) -> None:
@@ -133,47 +162,77 @@ class NixlBackend(Backend):
 
     # --- what links use -------------------------------------------------------------------------------------
 
-    def meet(self, hello: _Hello) -> None:
+    def meet(self, hello: _Hello) -> Connection:
         """Load a peer's agent, which several links may share. Raises BackendError."""
         with self._lock:
-            if hello.agent not in self._loaded and hello.agent != self._agent.name:
-                self._agent.load(hello.metadata, hello.agent)
-            self._loaded[hello.agent] = self._loaded.get(hello.agent, 0) + 1
+            self._forget_the_left()
+            known = self._connections.get(hello.agent)
+            if known is None or known.lost:
+                if hello.agent != self._agent.name:
+                    self._agent.forget(hello.agent)
+                    self._agent.load(_unsealed(hello.metadata), hello.agent)
+                known = self._connections[hello.agent] = Connection(hello.agent)
+            known.links += 1
+            return known
 
-    def part(self, agent: str) -> None:
-        """A link to the agent is closed; the last one forgets it."""
+    def part(self, connection: Connection) -> None:
+        """A link that used the connection is gone. Any thread, at any time; takes no lock."""
+        self._left.append(connection)
+
+    def _forget_the_left(self) -> None:
+        """Drop connections that no link uses and on which nothing is under way any more."""
+        while self._left:
+            self._left.popleft().links -= 1
+        for name, connection in list(self._connections.items()):
+            if not connection.links and not connection.under_way:
+                del self._connections[name]
+                self._agent.forget(name)
+
+    def learn(self, connection: Connection, memory: _Memory) -> None:
+        """Load what a peer said of a region. Raises BackendError, and PeerGone when the connection was lost."""
+        if memory.agent == self._agent.name:
+            return
         with self._lock:
-            self._loaded[agent] -= 1
-            if not self._loaded[agent]:
-                del self._loaded[agent]
-                self._agent.forget(agent)
+            if connection.lost:
+                raise PeerGone("NIXL has lost the connection to the peer's agent")
+            self._agent.load(_unsealed(memory.metadata), memory.agent)
 
-    def learn(self, memory: _Memory) -> None:
-        """Load what a peer said of a region. Raises BackendError."""
-        if memory.agent != self._agent.name:
-            self._agent.load(memory.metadata, memory.agent)
-
-    def post(self, direction: Direction, runs: np.ndarray, peer: str, remote_device: int) -> Request:
+    def post(self, direction: Direction, runs: np.ndarray, peer: Connection, remote_device: int) -> Request:
         """Start moving runs between this process's registered memory and a peer's."""
         local_device = self._spans.device(int(runs[0, 0]))
         return self._agent.post(direction, runs, peer, local_device=local_device, remote_device=remote_device)
 
     def read(self, link: Link, address: int, nbytes: int, timeout_s: float) -> bytes:
-        """A few bytes of a peer's memory, through the scratch."""
+        """A few bytes of a peer's memory, by way of registered notes."""
         pieces = []
-        for first in range(0, nbytes, _SCRATCH_BYTES):
-            count = min(_SCRATCH_BYTES, nbytes - first)
-            with self._scratch_lock:
-                run = np.array([[self._scratch.address, address + first, count]], np.uint64)
-                operation = link.post(Direction.READ, run)
-                try:
-                    wait(operation, timeout_s, what=f"reading {nbytes} bytes of the peer's memory")
-                except DeadlineExceeded:
-                    # The scratch belongs to that operation for ever: it may yet be written to.
-                    self._scratch = self.allocate(_SCRATCH_BYTES)
-                    raise
-                pieces.append(self._allocated[self._scratch.address][:count].tobytes())
+        for first in range(0, nbytes, _NOTE_BYTES):
+            note, count = self._take_note(), min(_NOTE_BYTES, nbytes - first)
+            operation = None
+            try:
+                operation = link.post(Direction.READ, np.array([[note.address, address + first, count]], np.uint64))
+                wait(operation, timeout_s, what=f"reading {nbytes} bytes of the peer's memory")
+            except DeadlineExceeded:
+                self._late.append((operation, note))  # which may yet be written to
+                raise
+            except KvxferError:
+                self._notes.append(note)
+                raise
+            pieces.append(self._allocated[note.address][:count].tobytes())
+            self._notes.append(note)
         return b"".join(pieces)
+
+    def _take_note(self) -> Registration:
+        for _ in range(len(self._late)):
+            operation, note = self._late.popleft()
+            try:
+                ended = operation.poll()
+            except KvxferError:
+                ended = True
+            (self._notes if ended else self._late).append(note if ended else (operation, note))
+        try:
+            return self._notes.pop()
+        except IndexError:
+            return self.allocate(_NOTE_BYTES)
 
     def measure(self, link: Link, address: int) -> Costs:
         """What reading costs over a link, by reads of the peer's scratch at `address` into this one."""
@@ -206,21 +265,25 @@ class NixlLink(Link):
 
     def __init__(self, backend: NixlBackend, hello: _Hello) -> None:
         """Raises BackendError for a hello that NIXL does not take."""
-        self._backend, self._peer = backend, hello.agent
+        self._backend, self._connection = backend, backend.meet(hello)
+        self._finalizer = weakref.finalize(self, backend.part, self._connection)
         self._spans = _Spans()
-        self._closed = False
         self._known: set[bytes] = set()  # handles that were opened
-        backend.meet(hello)
+        self._process = hello.process
+        self._closes_both_ways = _closes_both_ways(hello.process)
+        self._probe: Request | None = None
+        self._probe_note, self._probe_lock = backend.probe_note, threading.Lock()
+        self._probe_due = float("inf")  # never, until there is doubt
         self._scratch = self.open(msgspec.msgpack.encode(hello.scratch), _SCRATCH_BYTES)
 
     def open(self, handle: bytes, nbytes: int) -> RemoteRegion:
         memory = _decode(handle, _Memory)
         if memory.nbytes < nbytes:
             raise BackendError(f"the peer's region has {memory.nbytes} bytes, {nbytes} are needed")
-        if memory.agent != self._peer:
+        if memory.agent != self._connection.name:
             raise BackendError("the peer sent a handle of another agent's memory")
         if handle not in self._known:
-            self._backend.learn(memory)
+            self._backend.learn(self._connection, memory)
             self._spans.add((memory.address, memory.nbytes, memory.device))
             self._known.add(handle)
         return RemoteRegion(
@@ -228,8 +291,10 @@ class NixlLink(Link):
         )
 
     def post(self, direction: Direction, runs: np.ndarray) -> Request:
+        if not self._finalizer.alive:
+            raise PeerGone("the link to the peer is closed")
         runs = np.ascontiguousarray(runs, np.uint64)
-        return self._backend.post(direction, runs, self._peer, self._spans.device(int(runs[0, 1])))
+        return self._backend.post(direction, runs, self._connection, self._spans.device(int(runs[0, 1])))
 
     def read(self, remote_address: int, nbytes: int, *, timeout_s: float) -> bytes:
         return self._backend.read(self, remote_address, nbytes, timeout_s)
@@ -237,13 +302,67 @@ class NixlLink(Link):
     def measure(self) -> Costs:
         return self._backend.measure(self, self._scratch.remote_address)
 
+    @property
+    def lost(self) -> bool:
+        return self._connection.lost
+
+    def doubt(self) -> None:
+        self._probe_due = min(self._probe_due, time.monotonic())
+
     def alive(self) -> bool | None:
-        return None
+        """False once the connection is lost, and then carries nothing from the peer either or the peer has ended.
+
+        The connection has to be lost in any case: bytes of a process that has ended may still be in it.
+        """
+        if self._process.has_ended():
+            self.doubt()
+        if time.monotonic() >= self._probe_due and not self.lost:
+            try:
+                self._look()
+            except KvxferError as error:
+                _log.debug("looking at a silent peer: %s", error)
+        gone = self.lost and (self._closes_both_ways or self._process.has_ended())
+        return False if gone else None
+
+    def _look(self) -> None:
+        """Keep one small read under way: NIXL speaks of a lost peer only to those who use it."""
+        with self._probe_lock:
+            probe, self._probe = self._probe, None
+            if probe is None:
+                note = self._probe_note.address
+                probe = self.post(Direction.READ, np.array([[note, self._scratch.remote_address, 8]], np.uint64))
+            if probe.poll():
+                self._probe_due = time.monotonic() + _PROBE_S
+            else:
+                self._probe = probe
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._backend.part(self._peer)
+        self._finalizer()
+
+
+def _closes_both_ways(peer: Process) -> bool:
+    """Whether a peer whose connection was lost can write nothing more into memory of this process.
+
+    True of TCP and of reliable connections, which this side has closed by then. Not of datagram transports, and not of
+    shared memory, which a process that merely stands still may go on writing to.
+    """
+    names = [name.strip() for name in os.environ.get("UCX_TLS", "all").split(",")]
+    if all(name.startswith(_BOTH_WAYS) for name in names):
+        return True
+    devices = Path("/sys/class/infiniband")
+    return peer.machine != Process.this().machine and not (devices.is_dir() and any(devices.iterdir()))
+
+
+def _sealed(metadata: bytes) -> bytes:
+    return hashlib.blake2b(metadata, digest_size=_DIGEST_BYTES).digest() + metadata
+
+
+def _unsealed(data: bytes) -> bytes:
+    """NIXL's metadata as its agent wrote them. Raises BackendError for any others."""
+    metadata = data[_DIGEST_BYTES:]
+    if _sealed(metadata) != data:
+        raise BackendError("the peer's NIXL metadata is damaged")
+    return metadata
 
 
 def _decode(data: bytes, kind: type):

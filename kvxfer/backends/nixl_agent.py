@@ -10,12 +10,14 @@ Imports base.py and errors and, at first use, nixl.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import logging
 import os
 import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -28,15 +30,34 @@ _log = logging.getLogger(__name__)
 
 HOST = -1  # the device number of host memory
 _PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
-_PAUSE_US = 200  # of the progress thread, which events wake early
+_PAUSE_US = 10_000  # of the progress thread at rest; events wake it, so nothing waits for this
+# Without these, UCX over TCP waits for a host that is cut off until the kernel gives up, a quarter of an hour or never.
+# What the environment says (UCX_TCP_USER_TIMEOUT=...) comes first.
+_UCX_CONFIG = {
+    "TCP_USER_TIMEOUT": "10s",  # for bytes that were sent and not acknowledged
+    "TCP_KEEPIDLE": "5s",  # and for a connection on which nothing is sent
+    "TCP_KEEPINTVL": "1s",
+    "TCP_KEEPCNT": "5",
+    "TCP_SYN_CNT": "3",
+}
 _TRANSPORTS = ("tcp", "rc", "dc", "ud", "ib", "all")  # those over which UCX notices that a peer is gone
+
+
+@dataclass(eq=False)
+class Connection:
+    """A peer's agent that has been loaded. Once NIXL has lost it, only loading the agent anew gives another."""
+
+    name: str
+    lost: bool = False
+    links: int = 0
+    under_way: int = 0  # requests that have not ended
 
 
 class Request(Operation):
     """A posted request; its handle is given back once it has ended."""
 
-    def __init__(self, agent: Agent, handle: int, *, ended: bool) -> None:
-        self._agent, self._handle = agent, handle
+    def __init__(self, agent: Agent, handle: int, connection: Connection, *, ended: bool) -> None:
+        self._agent, self._handle, self.connection = agent, handle, connection
         self._ended = ended
         if ended:
             agent.release(self)
@@ -49,7 +70,7 @@ class Request(Operation):
     def poll(self) -> bool:
         if not self._ended:
             try:
-                self._ended = not self._agent.is_under_way(self._handle)
+                self._ended = not self._agent.is_under_way(self)
             except (PeerGone, BackendError):
                 self._ended = True
                 raise
@@ -67,6 +88,7 @@ class Agent:
         self._nixl = nixl = _bindings()
         _check_transports(os.environ.get("UCX_TLS", "all"))
         self.name = f"kvxfer-{secrets.token_hex(8)}"
+        self.version = _version(nixl)
         self._errors = tuple(kind for name, kind in vars(nixl).items() if name.startswith("nixl") and _is_error(kind))
         self._lost = (nixl.nixlRemoteDisconnectError, nixl.nixlCancelledError)
         self._requests: set[Request] = set()
@@ -76,7 +98,7 @@ class Agent:
         config.pthrDelay, config.syncMode = _PAUSE_US, nixl.NIXL_THREAD_SYNC_STRICT
         with self._translated("NIXL's UCX backend does not start"):
             self._agent = nixl.nixlAgent(self.name, config)
-            self._backends = [self._agent.createBackend("UCX", {})]
+            self._backends = [self._agent.createBackend("UCX", {"engine_config": _joined(_UCX_CONFIG)})]
 
     # --- memory ---------------------------------------------------------------------------------------------
 
@@ -124,35 +146,40 @@ class Agent:
     # --- requests -------------------------------------------------------------------------------------------
 
     def post(
-        self, direction: Direction, runs: np.ndarray, peer: str, *, local_device: int, remote_device: int
+        self, direction: Direction, runs: np.ndarray, peer: Connection, *, local_device: int, remote_device: int
     ) -> Request:
-        """Start moving runs, as `Link.post` takes them."""
+        """Start moving runs, as `Link.post` takes them. Raises PeerGone for a connection that has been lost."""
+        if peer.lost:
+            raise PeerGone("NIXL has lost the connection to the peer's agent")
         operation = self._nixl.NIXL_READ if direction is Direction.READ else self._nixl.NIXL_WRITE
-        with self._translated(f"NIXL cannot {direction.value}"):
+        with self._translated(f"NIXL cannot {direction.value}", peer):
             local = self._list(self._nixl.nixlXferDList, runs[:, [0, 2]], local_device)
             remote = self._list(self._nixl.nixlXferDList, runs[:, [1, 2]], remote_device)
-            handle = self._open.createXferReq(operation, local, remote, peer, "", self._backends)
+            handle = self._open.createXferReq(operation, local, remote, peer.name, "", self._backends)
             try:
                 status = self._open.postXferReq(handle, "")
             except self._errors:
                 self._open.releaseXferReq(handle)
                 raise
         ended = status != self._nixl.NIXL_IN_PROG
-        request = Request(self, handle, ended=ended)
+        with self._lock:
+            peer.under_way += 1
+        request = Request(self, handle, peer, ended=ended)
         if not ended:
             with self._lock:
                 self._requests.add(request)
         return request
 
-    def is_under_way(self, handle: int) -> bool:
+    def is_under_way(self, request: Request) -> bool:
         """Whether a posted request has not ended. Raises PeerGone or BackendError when it has failed."""
-        with self._translated("a NIXL request failed"):
-            return self._open.getXferStatus(handle) == self._nixl.NIXL_IN_PROG
+        with self._translated("a NIXL request failed", request.connection):
+            return self._open.getXferStatus(request.handle) == self._nixl.NIXL_IN_PROG
 
     def release(self, request: Request) -> None:
         """Give a request's handle back."""
         with self._lock:
             self._requests.discard(request)
+            request.connection.under_way -= 1
         try:
             with self._translated(""):
                 self._open.releaseXferReq(request.handle)
@@ -175,13 +202,23 @@ class Agent:
         return agent
 
     @contextmanager
-    def _translated(self, what: str) -> Iterator[None]:
+    def _translated(self, what: str, peer: Connection | None = None) -> Iterator[None]:
         try:
             yield
         except self._lost as error:
+            if peer is not None:
+                peer.lost = True
             raise PeerGone(f"NIXL lost the peer: {error}") from error
         except self._errors as error:
             raise BackendError(f"{what}: {error}") from error
+
+
+def _joined(config: dict[str, str]) -> str:
+    return ",".join(f"{name}={value}" for name, value in config.items())
+
+
+def _version(nixl: ModuleType) -> str:
+    return importlib.metadata.version(nixl.__name__.split(".")[0].replace("_", "-"))
 
 
 def _is_error(kind: object) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 
 from kvxfer import __version__
@@ -27,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, module in modules.items():
         module.add_arguments(commands.add_parser(name, help=module.HELP, description=module.__doc__))
     args = parser.parse_args(argv)
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # UCX, where NIXL brings it, would write to standard output
     try:
         return modules[args.command].run(args)
     except KvxferError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
 import json
 import os
 
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help=f"with --synthetic: a known model (default {DEFAULT_MODEL})")
     parser.add_argument("--tokens", type=int, help=f"with --synthetic: prompt length (default {DEFAULT_TOKENS:,})")
     parser.add_argument("--memory", choices=("shared", "private"), default="shared", help="where the caches lie")
+    parser.add_argument("--backend", default="auto", help="shm, nixl, ... (default: the best)")
     parser.add_argument("--way", choices=("mapped", "direct", "packed"), help="force a way (default: the best)")
     parser.add_argument("--wire", default="raw", help="wire format (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
@@ -85,6 +87,9 @@ def _take_defaults(args: argparse.Namespace) -> None:
     for name, default in (synthetic if args.synthetic else real).items():
         if getattr(args, name) is None:
             setattr(args, name, default)
+    backends = {entry.name for entry in importlib.metadata.entry_points(group="kvxfer.backends")}
+    if args.backend not in {"auto", *backends}:
+        raise InvalidRequest(f"--backend is auto or one of {', '.join(sorted(backends))}; got {args.backend!r}")
     for name in ("tokens", "max_tokens"):
         if getattr(args, name) is not None:
             checks.integer(f"--{name.replace('_', '-')}", getattr(args, name), 1, 1 << 32)

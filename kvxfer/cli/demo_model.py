@@ -51,7 +51,10 @@ def _with_two_processes(args: argparse.Namespace, prompt: list[int]):
     front = checkout.load("examples.tiny_engine.front")
     messages = checkout.load("examples.tiny_engine.messages")
     options = messages.WorkerOptions(
-        wire=args.wire, shared=args.memory == "shared", ways=(args.way,) if args.way else ("mapped", "direct", "packed")
+        wire=args.wire,
+        shared=args.memory == "shared",
+        ways=(args.way,) if args.way else ("mapped", "direct", "packed"),
+        backend=args.backend,
     )
     with ProgressBar("demo", shown=not args.json) as bar, front.Front(options) as workers:
         done = 0

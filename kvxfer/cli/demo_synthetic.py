@@ -35,7 +35,8 @@ def demonstrate(args: argparse.Namespace) -> Report:
     secret = secrets.token_bytes(32)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_prefill, args=(theirs, args.model, args.tokens, args.memory, secret), daemon=True)
+    options = (args.model, args.tokens, args.memory, args.backend)
+    process = context.Process(target=_prefill, args=(theirs, *options, secret), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -108,13 +109,13 @@ def _checksum(layout: CacheLayout, arrays: dict[str, np.ndarray], lists: dict[st
     return digest.digest()
 
 
-def _prefill(pipe: Connection, model: str, tokens: int, memory: str, secret: bytes) -> None:
+def _prefill(pipe: Connection, model: str, tokens: int, memory: str, backend: str, secret: bytes) -> None:
     """The prefill process: publish, send the ticket and the checksum, and wait for the end of the lease."""
     layout = _layout(model, tokens)
     arrays = _arrays(layout, memory, seed=1)
     lists = _block_lists(layout, tokens, seed=2)
     try:
-        with kvxfer.Connector("prefill-0", secret=secret) as connector:
+        with kvxfer.Connector("prefill-0", backends=backend, secret=secret) as connector:
             cache = connector.register(arrays, layout)
             lease = cache.publish(lists, tokens=tokens, ttl_s=_FETCH_TIMEOUT_S, request_id="synthetic")
             pipe.send_bytes(bytes(lease.ticket))
@@ -133,7 +134,7 @@ def _decode(args: argparse.Namespace, layout: CacheLayout, secret: bytes, pipe: 
         raise BackendError(f"the prefill process did not publish within {_START_TIMEOUT_S:g} s")
     ticket = pipe.recv_bytes()
     expected = pipe.recv_bytes()
-    with kvxfer.Connector("decode-0", ways=ways, secret=secret) as connector:
+    with kvxfer.Connector("decode-0", backends=args.backend, ways=ways, secret=secret) as connector:
         cache = connector.register(arrays, layout)
         transfer = cache.fetch(ticket, into=lists, wire=args.wire, timeout_s=_FETCH_TIMEOUT_S)
         with ProgressBar("transfer", shown=not args.json) as bar:

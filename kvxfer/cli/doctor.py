@@ -19,6 +19,7 @@ import numpy as np
 
 import kvxfer
 from kvxfer.backends import segments
+from kvxfer.cli import doctor_network
 from kvxfer.connector import WAYS
 from kvxfer.errors import KvxferError
 from kvxfer.layout import CacheLayout
@@ -48,6 +49,12 @@ def examine() -> dict:
     room = os.statvfs(segments.DIRECTORY)
     with kvxfer.Connector("doctor") as connector:
         started, why_not = connector.backends, dict(connector.why_not)
+    network = doctor_network.examine()
+    ways = [_try(way, memory) for way in WAYS for memory in ("shared", "private")]
+    if network["nixl"]:
+        with doctor_network.watched_ucx() as transports:
+            ways += [_try(way, "private", backend="nixl") for way in ("direct", "packed")]
+        network["ucx_transports"] = transports
     return {
         "versions": {
             "kvxfer": kvxfer.__version__,
@@ -63,7 +70,8 @@ def examine() -> dict:
             "free_bytes": room.f_bavail * room.f_frsize,
             "orphans_removed": len(orphans),
         },
-        "ways": [_try(way, memory) for way in WAYS for memory in ("shared", "private")],
+        "network": network,
+        "ways": ways,
     }
 
 
@@ -90,13 +98,15 @@ def _arrays(memory: str) -> dict[str, np.ndarray]:
     return {region.name: make(region.nbytes) for region in _layout().regions}
 
 
-def _try(way: str, memory: str) -> dict:
+def _try(way: str, memory: str, backend: str = "auto") -> dict:
     """Fetch from a second process, one way and no other, and compare the bytes."""
     result = {"backend": "", "way": way, "memory": memory, "works": False, "why_not": "", "gigabytes_per_s": 0.0}
+    if backend != "auto":
+        result["backend"] = backend
     secret = secrets.token_bytes(32)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_publish, args=(theirs, memory, secret), daemon=True)
+    process = context.Process(target=_publish, args=(theirs, memory, backend, secret), daemon=True)
     process.start()
     theirs.close()
     blocks = np.random.default_rng(1).permutation(_TOKENS // 16)
@@ -105,7 +115,7 @@ def _try(way: str, memory: str) -> dict:
             return result | {"why_not": f"the second process did not start within {_TIMEOUT_S:g} s"}
         tickets = ours.recv()
         arrays = _arrays(memory)
-        with kvxfer.Connector("doctor-decode", ways=(way,), secret=secret) as connector:
+        with kvxfer.Connector("doctor-decode", backends=backend, ways=(way,), secret=secret) as connector:
             cache = connector.register(arrays, _layout())
             for ticket in tickets:  # the first dials and touches the memory
                 stats = cache.fetch(ticket, into={"full": blocks}, timeout_s=_TIMEOUT_S).wait()
@@ -131,12 +141,12 @@ def _pattern(array: np.ndarray, blocks: int) -> np.ndarray:
     return np.broadcast_to(np.arange(blocks, dtype=np.uint8)[:, None], (blocks, len(array) // blocks))
 
 
-def _publish(pipe: Connection, memory: str, secret: bytes) -> None:
+def _publish(pipe: Connection, memory: str, backend: str, secret: bytes) -> None:
     blocks = _TOKENS // 16
     arrays = _arrays(memory)
     for array in arrays.values():
         array.reshape(blocks, -1)[:] = _pattern(array, blocks)
-    with kvxfer.Connector("doctor-prefill", secret=secret) as connector:
+    with kvxfer.Connector("doctor-prefill", backends=backend, secret=secret) as connector:
         cache = connector.register(arrays, _layout())
         leases = [cache.publish({"full": np.arange(blocks)}, tokens=_TOKENS, ttl_s=60) for _ in range(3)]
         pipe.send([bytes(lease.ticket) for lease in leases])
@@ -160,9 +170,12 @@ def _text(report: dict) -> str:
         f"shared memory: {memory['free_bytes'] / 2**30:.1f} of {memory['bytes'] / 2**30:.1f} GiB free in "
         f"{memory['directory']}, {memory['orphans_removed']} orphaned segments removed",
         "",
+        *doctor_network.text(report["network"]),
+        "",
         "ways between two processes of this host, tried with real bytes",
     ]
     for way in report["ways"]:
         outcome = f"works, {way['gigabytes_per_s']:.1f} GB/s ({way['backend']})" if way["works"] else way["why_not"]
-        lines.append(f"  {way['way']:<7} {way['memory']:<8} {outcome}")
+        name = way["way"] if way["backend"] != "nixl" else f"nixl {way['way']}"
+        lines.append(f"  {name:<11} {way['memory']:<8} {outcome}")
     return "\n".join(lines)

@@ -177,12 +177,15 @@ class Channel:
         self._progress.watch(socket, lambda: self._read(socket))
         self._post(socket, None, self._seal_handshake(self._key, messages.encode(hello)))
 
-    def close(self) -> None:
-        """End every session and every socket."""
+    def close(self, *, goodbye: bool = True) -> None:
+        """End every session and every socket; without goodbye where something may still be written into peers."""
         for dial in list(self._dials.values()):
             self._end_dial(dial.socket, PeerGone("this side closed"))
         for session in list(self._sessions.values()):
-            session.close()
+            if goodbye:
+                session.close()
+            else:
+                self.drop(session, PeerGone("closed by this side"))
         if self._router is not None:
             self._progress.unwatch(self._router)
             self._router.close()
@@ -201,6 +204,12 @@ class Channel:
             session.socket.close()
         if confirmed:
             self._listener.session_closed(session, reason)
+
+    def lose(self, session: Session, reason: PeerGone) -> None:
+        """Give a session up but go on listening: what was under way can still be wound up."""
+        if session.open and not session.lost:
+            session.lost = True
+            self._listener.session_lost(session, reason)
 
     def send(self, session: Session, message: Message) -> None:
         payload = messages.encode(message)
@@ -344,9 +353,7 @@ class Channel:
             if session.lost:
                 continue
             if silent > self._peer_timeout_s:
-                session.lost = True
-                reason = f"nothing heard from {session.identity.name} for {silent:.1f} s"
-                self._listener.session_lost(session, PeerGone(reason))
+                self.lose(session, PeerGone(f"nothing heard from {session.identity.name} for {silent:.1f} s"))
             elif now - session.last_sent >= self._heartbeat_s:
                 session.send(Ping())
         self._heart = self._progress.call_later(self._heartbeat_s / 2, self._beat) if self._sessions else None

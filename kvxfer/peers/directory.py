@@ -8,9 +8,11 @@ Imports remote.py and control.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 
 from kvxfer.backends.base import Backend
+from kvxfer.control import auth
 from kvxfer.control.channel import Channel, Session
 from kvxfer.control.messages import Description, Identity, Message
 from kvxfer.errors import InvalidTicket, KvxferError, PeerGone
@@ -34,6 +36,11 @@ class Engine:
         self.key = key
         self.peers = peers
         self.joins: dict[tuple, object] = {}  # kept by whoever fetches or sends, as long as the engine is known
+
+    @property
+    def has_lost_links(self) -> bool:
+        """Whether a rank has to be dialled anew."""
+        return any(peer.link is not None and peer.link.lost for peer in self.peers.values())
 
 
 class _Search:
@@ -75,11 +82,13 @@ class Directory:
 
     def find(self, ticket: Ticket) -> Engine | None:
         """The ticket's engine when all its ranks are at hand. Any thread."""
-        return self._engines.get((ticket.engine, ticket.generation))
+        engine = self._engines.get((ticket.engine, ticket.generation))
+        return None if engine is None or engine.has_lost_links else engine
 
     def look_up(self, ticket: Ticket, found: Found, failed: Failed) -> None:
         """Find the ticket's engine, dialling it where necessary; one of the two calls is made, once."""
         key = (ticket.engine, ticket.generation)
+        self._look_at_peers()
         engine = self._engines.get(key)
         if engine is not None:
             found(engine)
@@ -112,8 +121,11 @@ class Directory:
 
         A process that stood still may go on and write; it says so when it has stopped.
         """
-        if session in self.peers:
-            remember(self.lost, session, self.peers[session], limit=_MAX_LOST)
+        peer = self.peers.get(session)
+        if peer is not None:
+            remember(self.lost, session, peer, limit=_MAX_LOST)
+            if peer.link is not None:
+                peer.link.doubt()
         self._part_with(session, reason)
 
     def _part_with(self, session: Session, reason: PeerGone) -> None:
@@ -191,6 +203,28 @@ class Directory:
         for found, _ in search.waiting:
             found(engine)
 
+    def ask_for_successor(self, peer: Peer) -> None:
+        """Dial a silent peer's endpoint now and then: if somebody else answers there, the peer has ended.
+
+        Not where the endpoint is a loopback address that only the peer has named: that may be another host's.
+        """
+        endpoint, now = peer.identity.endpoint, time.monotonic()
+        if now < peer.ask_again_at or (peer.session.socket is None and auth.is_loopback(endpoint)):
+            return
+        peer.ask_again_at = now + 2 * self._dial_timeout_s
+
+        def answered(session: Session) -> None:
+            there = session.identity
+            same = (there.engine, there.generation, there.rank) == (
+                peer.identity.engine,
+                peer.identity.generation,
+                peer.identity.rank,
+            )
+            peer.has_successor = peer.has_successor or not same
+            session.close("it was only asked who it is")
+
+        self.channel.dial(endpoint, self.identity, self._dial_timeout_s, answered, lambda _: None)
+
     def _fail(self, search: _Search, error: KvxferError) -> None:
         if self._searches.get(search.key) is search:
             del self._searches[search.key]
@@ -211,11 +245,17 @@ class Directory:
         for peer in engine.peers.values():
             peer.session.send(message)
 
-    def _pulse(self) -> None:
-        """Drop peers whose process is known to have ended, sooner than their heartbeats would tell."""
+    def _look_at_peers(self) -> None:
+        """Part with peers that are known to be gone, sooner than their silence would tell, or over whose link nothing
+        moves any more. A later ticket dials anew."""
         for session, peer in [*self.peers.items(), *self.lost.items()]:
-            if peer.is_dead():
-                self.channel.drop(session, PeerGone(f"the process of {peer.identity.name} has ended"))
+            if peer.is_dead():  # it is told: one that was only cut off must not wait for what this side would write
+                session.close(f"{peer.identity.name} is gone")
+            elif peer.link is not None and peer.link.lost:
+                self.channel.lose(session, PeerGone(f"the link to {peer.identity.name} was lost"))
+
+    def _pulse(self) -> None:
+        self._look_at_peers()
         self._pulsing = bool(self.peers or self.lost)
         if self._pulsing:
             self._progress.call_later(self._pulse_s, self._pulse)

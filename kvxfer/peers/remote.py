@@ -24,6 +24,7 @@ from kvxfer.errors import BackendError, InvalidLayout, KvxferError, LeaseExpired
 from kvxfer.formats import PackedJoin
 from kvxfer.layout import CacheLayout
 from kvxfer.lease import ENDED, HEADER_BYTES, SLOT, SLOT_BYTES
+from kvxfer.progress import waiting_for_a_peer
 from kvxfer.ticket import Record, Ticket
 
 _log = logging.getLogger(__name__)
@@ -158,7 +159,8 @@ class RemoteTable:
     def _read(self, offset: int, nbytes: int) -> bytes:
         if self._region.mapped_address is not None:
             return ctypes.string_at(self._region.mapped_address + offset, nbytes)
-        return self._link.read(self._region.remote_address + offset, nbytes, timeout_s=_READ_TIMEOUT_S)
+        with waiting_for_a_peer():
+            return self._link.read(self._region.remote_address + offset, nbytes, timeout_s=_READ_TIMEOUT_S)
 
 
 class Peer:
@@ -174,6 +176,8 @@ class Peer:
         self.caches: dict[str, RemoteCache] = {}
         self.table: RemoteTable | None = None
         self.described = False
+        self.has_successor = False  # another process listens where this one did
+        self.ask_again_at = 0.0  # who listens there
         self.why_not: dict[str, str] = {}  # backend: why it was not possible
         self.told_sources: set[int] = set()  # keys of the Sources messages that this side has sent
         self.sources: dict[int, Sources] = {}  # by key: what the peer has sent
@@ -219,8 +223,8 @@ class Peer:
         self.caches, self.joins = {}, {}  # what no transfer uses any more is unmapped
 
     def is_dead(self) -> bool:
-        """Whether the peer's process is known to have ended."""
-        return self.link is not None and self.link.alive() is False
+        """Whether the peer is known to write nothing more: its process has ended, or is cut off for good."""
+        return self.has_successor or (self.link is not None and self.link.alive() is False)
 
     def _connect(self, description: Description, backends: Mapping[str, Backend]) -> None:
         for name, backend in backends.items():

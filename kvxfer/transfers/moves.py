@@ -108,4 +108,10 @@ def await_operation(node: Node, operation: Operation, then: Callable[[KvxferErro
     An operation cannot be called back: a transfer that is to stop has drained only when its operations have ended, be
     it because the peer is known to be gone.
     """
-    node.progress.until(operation.poll, lambda error: then(None if error is None else as_kvxfer_error(error)))
+
+    def ended(error: BaseException | None) -> None:
+        node.under_way.discard(operation)
+        then(None if error is None else as_kvxfer_error(error))
+
+    node.under_way.add(operation)
+    node.progress.until(operation.poll, ended)

@@ -112,10 +112,16 @@ class PullLeg:
 
     def stop(self) -> None:
         """The fetch was aborted: have the publisher stop writing into the staging."""
-        if self._asked and not self._writer_ended:
-            self._peer.session.send(Stop(transfer=self._id))
+        if self._asked:
+            self._ask_to_stop()
         elif self._leave_line is not None and not self._asked:
             self._leave_line()
+
+    def _ask_to_stop(self) -> None:
+        """Say it until it is answered: the word or its answer may be lost with a connection."""
+        if self._loan is not None and not self._writer_ended and self._peer.session.open:
+            self._peer.session.send(Stop(transfer=self._id))
+            self._node.progress.call_later(self._node.limits.peer_timeout_s, self._ask_to_stop)
 
     def _completed(self) -> None:
         self._writer_ended = True  # every chunk has come, and each is written once

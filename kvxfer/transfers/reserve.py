@@ -183,13 +183,19 @@ class Receive:
     def _stop(self) -> None:
         """The reservation was aborted."""
         if self._writing and not self._written:
-            self._peer.session.send(Stop(transfer=self._id))
+            self._ask_to_stop()
             return
         if self._leave_line is not None and self._loan is None:
             self._leave_line()
         error = self._reservation.error
         self._peer.session.send(Refused(transfer=self._id, error=type(error).__name__, reason=str(error)))
         self._sender_stopped()
+
+    def _ask_to_stop(self) -> None:
+        """Say it until it is answered: the word or its answer may be lost with a connection."""
+        if self._writing and not self._written and self._peer.session.open:
+            self._peer.session.send(Stop(transfer=self._id))
+            self._node.progress.call_later(self._node.limits.peer_timeout_s, self._ask_to_stop)
 
     def _sender_stopped(self) -> None:
         """The sender writes no more: drop its hold, and return the staging once nothing is being scattered."""

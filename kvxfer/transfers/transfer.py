@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer import checks
 from kvxfer.errors import Cancelled, Closed, DeadlineExceeded, InvalidRequest, KvxferError, as_kvxfer_error
-from kvxfer.progress import Job, ProgressThread
+from kvxfer.progress import Job, ProgressThread, Timer
 
 if TYPE_CHECKING:
     from kvxfer.cuda.gates import Gate, Gates
@@ -96,6 +96,7 @@ class Transfer:
         self._endings: list[Callable[[], None]] = []
         self._writers = 0
         self._armed = False
+        self._timer: Timer | None = None
         self._abandoned = False
         self._waiting_for = ""
         self._job: Job | None = None
@@ -251,7 +252,12 @@ class Transfer:
         with self._ended:
             armed, self._armed = self._armed, True
         if not armed:
-            self._progress.post(lambda: self._progress.call_later(max(0.0, self.remaining_s), self._expire))
+            self._progress.post(self._set_timer)
+
+    def _set_timer(self) -> None:
+        with self._ended:
+            if self._state not in ENDED:
+                self._timer = self._progress.call_later(max(0.0, self.remaining_s), self._expire)
 
     def _expire(self) -> None:
         self.abort(
@@ -387,9 +393,12 @@ class Transfer:
             if self._gate is not None and self._state in ENDED:  # nobody opens it any more
                 self._gates.give_back(self._gate)
                 self._gate = None
+            timer, self._timer = self._timer, None
             callbacks, self._callbacks = self._callbacks, []
             endings, self._endings = self._endings, []
             self._ended.notify_all()
+        if timer is not None:  # which would keep the transfer until its deadline
+            timer.cancel()
         for ending in endings:
             ending()
         for callback in callbacks:

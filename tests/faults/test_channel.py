@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import zmq
 from processes import SECRET, until
+from tap import Tap
 
 from kvxfer.control import auth, messages
 from kvxfer.control.channel import _HEADER, _MAGIC
@@ -34,45 +35,6 @@ def bad_client():
     for socket in sockets:
         socket.close()
     context.term()
-
-
-class Tap:
-    """Stands between two connectors, records every frame, and passes it on."""
-
-    def __init__(self) -> None:
-        self._context = zmq.Context()
-        self._front = self._context.socket(zmq.ROUTER)
-        self._back = self._context.socket(zmq.DEALER)
-        for socket in (self._front, self._back):
-            socket.setsockopt(zmq.LINGER, 0)
-        self.endpoint = f"tcp://127.0.0.1:{self._front.bind_to_random_port('tcp://127.0.0.1')}"
-        self.dialled: list[bytes] = []  # frames from the side that dials
-        self.answered: list[bytes] = []
-        self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._pass_on)
-
-    def connect(self, endpoint: str) -> None:
-        self._back.connect(endpoint)
-        self._thread.start()
-
-    def _pass_on(self) -> None:
-        route = b""
-        while not self._ends.is_set():
-            ready = zmq.select([self._front, self._back], [], [], 0.05)[0]
-            if self._front in ready:
-                route, data = self._front.recv_multipart()
-                self.dialled.append(data)
-                self._back.send(data)
-            if self._back in ready:
-                self.answered.append(self._back.recv())
-                self._front.send_multipart([route, self.answered[-1]])
-
-    def close(self) -> None:
-        self._ends.set()
-        self._thread.join()
-        self._front.close()
-        self._back.close()
-        self._context.term()
 
 
 def dropped(side) -> int:

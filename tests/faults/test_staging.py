@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 
 import numpy as np
@@ -95,7 +96,8 @@ def test_nothing_is_written_into_staging_after_a_closing_prefill_said_goodbye(st
     time.sleep(moment_ms / 1000)
     prefill.post("close")
     until(lambda: lent(decode) == 0)
-    pages = decode.connector._node.ring("staging").memory.keep_alive.array()[::4096]
+    memory = decode.connector._node.ring("staging").memory
+    pages = np.frombuffer((ctypes.c_uint8 * memory.nbytes).from_address(memory.address), np.uint8)[::4096]
     before = pages.copy()
     prefill.answer()  # it has closed, its threads have ended
     assert np.array_equal(pages, before)
