@@ -55,6 +55,8 @@ class Lane:
         self._tables: DeviceMemory | None = None
         self._pinned: PinnedMemory | None = None
         self._scratch: DeviceMemory | None = None
+        self.held: PreparedCudaPackedPlan | None = None  # whose tables lie in this lane's memory
+        self.holds_for: object = None
         self._outgrown: list[DeviceMemory | PinnedMemory] = []
 
     @property
@@ -68,6 +70,7 @@ class Lane:
 
         Small ones stay in pinned memory, where kernels read them.
         """
+        self.held = self.holds_for = None
         nbytes = prepared.table_bytes
         if self._pinned is None or self._pinned.nbytes < nbytes:
             self._retire(self._pinned)
@@ -77,6 +80,10 @@ class Lane:
             self._tables = self._grown(self._tables, nbytes)
             memory = self._tables.address
         prepared.upload(stream=self.queue, memory=memory, pinned=self._pinned.array)
+
+    def hold(self, key: object, prepared: PreparedCudaPackedPlan) -> None:
+        """Remember what was uploaded, and for whom, until the next `upload`."""
+        self.held, self.holds_for = prepared, key
 
     def reserve(self) -> None:
         """Have memory for the tables and chunks of ordinary transfers."""

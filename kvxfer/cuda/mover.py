@@ -128,6 +128,10 @@ class CudaPackedPlan:
             prepared.unpack(chunk, packed, stream=lane.queue, max_sms=self._max_sms)
 
     def _prepare(self, lane: Lane, src: np.ndarray | None, dst: np.ndarray | None) -> PreparedCudaPackedPlan:
-        prepared = PreparedCudaPackedPlan(self.plan, device=lane.device, src_bases=src, dst_bases=dst)
-        lane.upload(prepared)
-        return prepared
+        """The plan with its tables in the lane's memory; a chunk after another of the same plan finds them there."""
+        key = self, src is not None
+        if lane.holds_for != key:
+            prepared = PreparedCudaPackedPlan(self.plan, device=lane.device, src_bases=src, dst_bases=dst)
+            lane.upload(prepared)
+            lane.hold(key, prepared)
+        return lane.held
