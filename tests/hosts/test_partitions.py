@@ -213,8 +213,9 @@ def test_a_connection_that_only_the_other_side_has_given_up_is_noticed(network, 
     """The reader sends nothing and is sent nothing any more, and its session goes on."""
     one, two = network(2)
     options = {"size": "large", "ways": ("direct",), "limits": {**QUICK, "peer_timeout_s": 30.0}}
+    patient = {"UCX_TCP_USER_TIMEOUT": "60s", "UCX_KEEPALIVE_INTERVAL": "100s"}
     prefill = start(one, "prefill", fill=1, **options)
-    decode = start(two, "decode", ucx={"UCX_TCP_USER_TIMEOUT": "60s"}, **options)
+    decode = start(two, "decode", ucx=patient, **options)
     assert decode.fetch_now(prefill.publish([0])) == "direct"
     one.limit(RATE)
     key = under_way(decode, prefill.publish(MANY), MANY, timeout_s=4)
