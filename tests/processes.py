@@ -293,9 +293,18 @@ class Process:
     """A `Side` in a process of its own. Its verbs are called like methods; `post` starts one and `answer` waits."""
 
     def __init__(
-        self, name: str, *, enter: Sequence[str] = (), env: Mapping[str, str] | None = None, **options: Any
+        self,
+        name: str,
+        *,
+        enter: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        at_once: bool = True,
+        **options: Any,
     ) -> None:
-        """`enter` is a command that runs the process elsewhere; `env` goes on top of this process's environment."""
+        """`enter` is a command that runs the process elsewhere; `env` goes on top of this process's environment.
+
+        Without `at_once` the first answer waits until the process has started, so that several start side by side.
+        """
         self._pipe, theirs = Pipe()
         with theirs:
             self._popen = subprocess.Popen(
@@ -306,7 +315,9 @@ class Process:
             )
         self.pid = self._popen.pid
         self._pipe.send((name, options))
-        self.answer()
+        self._starting = True
+        if at_once:
+            self._start()
 
     def __getattr__(self, verb: str) -> Callable[..., Any]:
         if verb.startswith("_"):
@@ -318,7 +329,13 @@ class Process:
 
         return call
 
+    def _start(self) -> None:
+        if self._starting:
+            self._starting = False
+            self.answer()
+
     def post(self, verb: str, *args: Any, **options: Any) -> None:
+        self._start()
         self._pipe.send((verb, args, options))
 
     def answer(self, timeout_s: float = 60.0) -> Any:
@@ -340,6 +357,7 @@ class Process:
 
     def stop(self) -> None:
         """SIGSTOP, and wait until every thread stands still."""
+        self._start()
         os.kill(self.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
         tasks = Path(f"/proc/{self.pid}/task")

@@ -273,7 +273,7 @@ class NixlLink(Link):
         self._closes_both_ways = _closes_both_ways(hello.process)
         self._probe: Request | None = None
         self._probe_note, self._probe_lock = backend.probe_note, threading.Lock()
-        self._probe_due = float("inf")  # never, until there is doubt
+        self._doubted, self._next_probe = False, 0.0
         self._scratch = self.open(msgspec.msgpack.encode(hello.scratch), _SCRATCH_BYTES)
 
     def open(self, handle: bytes, nbytes: int) -> RemoteRegion:
@@ -307,33 +307,31 @@ class NixlLink(Link):
         return self._connection.lost
 
     def doubt(self) -> None:
-        self._probe_due = min(self._probe_due, time.monotonic())
+        self._doubted = True
 
     def alive(self) -> bool | None:
         """False once the connection is lost, and then carries nothing from the peer either or the peer has ended.
 
         The connection has to be lost in any case: bytes of a process that has ended may still be in it.
         """
-        if self._process.has_ended():
-            self.doubt()
-        if time.monotonic() >= self._probe_due and not self.lost:
+        ended = self._process.has_ended()
+        if (self._doubted or ended or self._connection.under_way) and not self.lost:
             try:
                 self._look()
             except KvxferError as error:
                 _log.debug("looking at a silent peer: %s", error)
-        gone = self.lost and (self._closes_both_ways or self._process.has_ended())
-        return False if gone else None
+        return False if self.lost and (self._closes_both_ways or ended) else None
 
     def _look(self) -> None:
-        """Keep one small read under way: NIXL speaks of a lost peer only to those who use it."""
+        """Read a few bytes every second: NIXL speaks of a lost peer only to those who use it, and UCX over TCP waits
+        for ever for the bytes of one that is cut off, if it was the peer that connected and nothing is sent to it."""
         with self._probe_lock:
             probe, self._probe = self._probe, None
-            if probe is None:
+            if probe is None and time.monotonic() >= self._next_probe:
+                self._next_probe = time.monotonic() + _PROBE_S
                 note = self._probe_note.address
                 probe = self.post(Direction.READ, np.array([[note, self._scratch.remote_address, 8]], np.uint64))
-            if probe.poll():
-                self._probe_due = time.monotonic() + _PROBE_S
-            else:
+            if probe is not None and not probe.poll():
                 self._probe = probe
 
     def close(self) -> None:

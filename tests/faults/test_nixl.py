@@ -32,7 +32,8 @@ pytestmark = pytest.mark.timeout(90)
 
 def options(way: str, **more: object) -> dict:
     quiet = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
-    return {"backends": ["nixl"], "shared": False, "ways": (way,), "limits": QUICK, "env": quiet, **more}
+    process = {"env": quiet, "at_once": False}
+    return {"backends": ["nixl"], "shared": False, "ways": (way,), "limits": QUICK, **process, **more}
 
 
 def rest(side: Process) -> None:
@@ -249,7 +250,8 @@ def test_sixty_four_fetches_at_once_stay_within_the_staging(start):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_memory_is_flat_over_many_transfers(start, way):
-    prefill, decode = start("prefill", fill=1, **options(way)), start("decode", **options(way))
+    small = options(way, limits={"staging_bytes": 2 << 20, "chunk_bytes": 256 << 10})  # all of it is touched soon
+    prefill, decode = start("prefill", fill=1, **small), start("decode", **small)
 
     def fetch(times: int) -> None:
         for _ in range(times // 50):
@@ -257,11 +259,11 @@ def test_memory_is_flat_over_many_transfers(start, way):
             assert set(decode.fetch_all(tickets, 1)) == {way}
             prefill.forget(), decode.forget()
 
-    fetch(200)
+    fetch(300)
     before = [resident(side) for side in (prefill, decode)]
-    fetch(400)
+    fetch(1000)
     grown = [resident(side) - was for side, was in zip((prefill, decode), before, strict=True)]
-    assert max(grown) < 4 << 20, grown
+    assert max(grown) < 4 << 20, grown  # a few hundred bytes each, of tickets that are remembered as used
 
 
 def resident(side: Process) -> int:

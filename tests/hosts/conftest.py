@@ -67,6 +67,7 @@ def start(network: object) -> Iterator[Callable[..., Process]]:
             "shared": False,
             "limits": QUICK,
             "listen": f"tcp://{address}:0",
+            "at_once": False,
             **options,
         }
         process = Process(name, enter=host.enter, env={**UCX, **ucx}, **chosen)

@@ -60,7 +60,15 @@ def test_a_short_interruption_costs_time_only(pair, way):
     at_rest(prefill, decode)
 
 
-@pytest.mark.parametrize(("side", "way"), [("prefill", "direct"), ("decode", "packed")])
+@pytest.mark.parametrize(
+    ("side", "way"),
+    [
+        ("prefill", "direct"),
+        ("decode", "packed"),
+        pytest.param("prefill", "packed", marks=pytest.mark.slow),
+        pytest.param("decode", "direct", marks=pytest.mark.slow),
+    ],
+)
 def test_an_interface_that_goes_down_and_up_ends_the_transfer_one_way_or_the_other(pair, way, side):
     one, two, prefill, decode = pair(way)
     host = one if side == "prefill" else two
@@ -198,4 +206,22 @@ def test_what_the_backend_sets_bounds_an_operation_on_a_dead_path(network, start
     until(lambda: decode.state(key) == "failed", 20, "the operation's end")
     assert 5 < time.monotonic() - started < 18
     one.mend()
+    at_rest(prefill, decode)
+
+
+def test_a_connection_that_only_the_other_side_has_given_up_is_noticed(network, start):
+    """The reader sends nothing and is sent nothing any more, and its session goes on."""
+    one, two = network(2)
+    options = {"size": "large", "ways": ("direct",), "limits": {**QUICK, "peer_timeout_s": 30.0}}
+    patient = {"UCX_TCP_USER_TIMEOUT": "60s", "UCX_KEEPALIVE_INTERVAL": "100s"}
+    prefill = start(one, "prefill", fill=1, **options)
+    decode = start(two, "decode", ucx=patient, **options)
+    assert decode.fetch_now(prefill.publish([0])) == "direct"
+    one.limit(RATE)
+    key = under_way(decode, prefill.publish(MANY), MANY, timeout_s=4)
+    one.cut()
+    time.sleep(4)
+    one.mend()
+    until(lambda: decode.state(key) == "failed", 20, "the operation's end")
+    works_again(prefill, decode, "direct")
     at_rest(prefill, decode)
