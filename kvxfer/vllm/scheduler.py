@@ -97,6 +97,7 @@ class SchedulerSide:
         self._offers: dict[str, _Offer] = {}
         self._loading: dict[bytes, str] = {}  # request by ticket
         self._spent: OrderedDict[bytes, None] = OrderedDict()  # tickets that need no release by other requests
+        self._failed: set[str] = set()  # requests whose load has failed and that vLLM has not come back to
         self._promises: dict[str, _Promise] = {}
         self._leased_blocks = 0
         self._publications: list[Publication] = []
@@ -148,8 +149,15 @@ class SchedulerSide:
             self._refuse(request, "its ticket was issued for another prompt")
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond the computed ones can be fetched, and whether that happens between steps."""
+        """How many tokens beyond the computed ones can be fetched, and whether that happens between steps.
+
+        A request whose load has failed is put off once. It has just given its blocks back; vLLM would stop at it for
+        want of blocks that the loads behind it hold, and never come to those.
+        """
         if self._must_wait(request):
+            return None, False
+        if request.request_id in self._failed:
+            self._failed.discard(request.request_id)
             return None, False
         offer = self._offers.get(request.request_id)
         if offer is None or offer.state is not _State.OFFERED or not offer.for_prompt:
@@ -252,6 +260,7 @@ class SchedulerSide:
     def finished(self, request: Any, tables: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Whether blocks stay until the workers report the request as sent, and what to answer."""
         self._end_offer(request)
+        self._failed.discard(request.request_id)
         if not (self._is_producer and params.wants_decode_elsewhere(request)):
             return False, None
         if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
@@ -329,6 +338,8 @@ class SchedulerSide:
         for request_id in output.finished_recving or ():
             offer = self._offers.pop(request_id, None)
             if offer is not None:
+                if request_id in getattr(output, "failed_recving", ()):
+                    self._failed.add(request_id)
                 self._loading.pop(offer.key, None)
                 self._spend(offer.key)
         for request_id in output.finished_sending or ():

@@ -206,6 +206,18 @@ def test_a_lease_that_ran_out(start: Start, policy: str) -> None:
     assert (prefill.total("expired"), decode.total("failed")) == (1, 1)  # and it was not offered again
 
 
+def test_failed_loads_do_not_hold_each_other_up(start: Start) -> None:
+    """A prompt needs more blocks to be computed than to be fetched, for a window's start slides out."""
+    prefill = start(lease_s=0.2, num_blocks=64, window=True)
+    decode = start(policy="recompute", num_blocks=32, window=True)
+    prompts = [prompt(6 * BLOCK_TOKENS + 10, seed) for seed in range(3)]
+    kvs = [prefill.prefill(p) for p in prompts]
+    settle(prefill)
+    requests = [decode.add(p, kv=kv, max_tokens=2 * BLOCK_TOKENS) for p, kv in zip(prompts, kvs, strict=True)]
+    assert [answer.status for answer in decode.run(*requests)] == [FinishReason.LENGTH] * 3
+    settle(decode)
+
+
 def test_leases_are_renewed_while_a_request_waits(start: Start) -> None:
     prefill, decode = start(lease_s=1.5), start(num_blocks=8)
     decode.add(prompt(150, 5), max_tokens=70)

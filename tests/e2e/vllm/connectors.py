@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+BOTH = ["kvxfer", pytest.param("nixl", marks=[pytest.mark.comparison, pytest.mark.full])]
+"""Names of the functions below, for tests that either should pass."""
+
 SECRET = "a secret of the tests"
 
 

@@ -20,6 +20,8 @@ COMMON = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # With eager execution only the ranking of log-probabilities would be compiled, for seconds.
     "TORCHDYNAMO_DISABLE": "1",
+    # Also for the processes that an engine starts: site/sitecustomize.py.
+    "PYTHONPATH": f"{SITE}:{_REPOSITORY}",
 }
 """For every engine. Without these and the others, two engines on two cores take seconds to answer."""
 
@@ -36,7 +38,7 @@ def for_engine(*, core: int, ranks: int = 1, nixl_port: int | None = None) -> di
 
 def for_server(**options: Any) -> dict[str, str]:
     """The whole environment of a server's process; options are those of `for_engine`."""
-    return {**os.environ, **COMMON, **for_engine(**options), "PYTHONPATH": f"{SITE}:{_REPOSITORY}"}
+    return {**os.environ, **COMMON, **for_engine(**options)}
 
 
 class Ports:

@@ -13,11 +13,10 @@ from .corruption import KINDS
 from .engine import TO_PREFILL, Engine, Request
 
 BLOCK = 32
-COMPARISON = pytest.mark.comparison
 Pair = tuple[Engine, Engine]
 
 
-@pytest.fixture(scope="module", params=["kvxfer", pytest.param("nixl", marks=COMPARISON)])
+@pytest.fixture(scope="module", params=connectors.BOTH)
 def connector(request: pytest.FixtureRequest) -> dict:
     return getattr(connectors, request.param)()
 

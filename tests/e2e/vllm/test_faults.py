@@ -21,7 +21,9 @@ from .conftest import Reference, Start
 from .engine import TO_PREFILL, Answer, Engine, Request
 from .environment import Ports
 
-LEASE_S = 3.0
+SHORT_LEASE_S, LONG_LEASE_S = 3.0, 100.0
+SOON_S = 20.0
+"""Far less than a long lease: what is back by then has been given back, and did not run out."""
 FETCH_S = 8.0
 CACHE_BYTES = 20 << 20
 """160 blocks of 32 tokens: six prompts of 1,000 and every block has been used again."""
@@ -34,10 +36,10 @@ def wrong_in_nixl(reason: str) -> pytest.ParameterSet:
     return pytest.param("nixl", marks=[pytest.mark.comparison, pytest.mark.xfail(strict=True, reason=reason)])
 
 
-def config(name: str, policy: str = "fail") -> dict:
+def config(name: str, policy: str = "fail", lease_s: float = LONG_LEASE_S) -> dict:
     if name == "nixl":
-        return connectors.nixl(policy, kv_lease_duration=LEASE_S)
-    return connectors.kvxfer(policy, lease_s=LEASE_S, fetch_timeout_s=FETCH_S)
+        return connectors.nixl(policy, kv_lease_duration=lease_s)
+    return connectors.kvxfer(policy, lease_s=lease_s, fetch_timeout_s=FETCH_S)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,14 @@ def decode(start: Start) -> Decode:
 @pytest.fixture(scope="module")
 def steady(start: Start) -> Engine:
     """A prefill engine that nobody kills."""
-    return start("prefill", connector=config("kvxfer"), kv_cache_memory_bytes=CACHE_BYTES)
+    return start("prefill", connector=config("kvxfer"))
+
+
+@pytest.fixture(scope="module")
+def hasty(start: Start) -> Engine:
+    """A prefill engine with short leases and few blocks."""
+    connector = config("kvxfer", lease_s=SHORT_LEASE_S)
+    return start("prefill-hasty", connector=connector, kv_cache_memory_bytes=CACHE_BYTES)
 
 
 def assert_computed_or_error(answer: Answer, expected: Answer, policy: str) -> None:
@@ -97,12 +106,12 @@ def test_no_answer_to_another_prompt(start_here: Start, reference: Reference, na
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_lease_that_has_run_out(decode: Decode, steady: Engine, reference: Reference, policy: str) -> None:
+def test_a_lease_that_has_run_out(decode: Decode, hasty: Engine, reference: Reference, policy: str) -> None:
     d = decode(policy)
     a = prompt(1000, seed=30)
-    [of_a] = prefill(steady, a)
-    until(steady.idle, 10 * LEASE_S, "the lease's end")
-    all_blocks_used_again(steady, seed=31)
+    [of_a] = prefill(hasty, a)
+    until(hasty.idle, 10 * SHORT_LEASE_S, "the lease's end")
+    all_blocks_used_again(hasty, seed=31)
     [answer] = d.generate(Request(prompt=a, kv=of_a))
     assert_computed_or_error(answer, reference(a)[0], policy)
 
@@ -144,29 +153,29 @@ def test_prefill_dies_after_the_fetch(decode: Decode, start_here: Start, referen
     [of_a] = prefill(p, a)
     request = Request(prompt=a, kv=of_a, max_tokens=400)
     d.add(request)
-    until(p.idle, 20, "the release")
+    until(p.idle, SOON_S, "the release")
     p.kill()
     [answer] = d.answers(request)
     assert_same([answer], reference(a, max_tokens=400))
 
 
-def test_decode_dies_and_the_blocks_come_back(steady: Engine, start_here: Start) -> None:
+def test_decode_dies_and_the_blocks_come_back(hasty: Engine, start_here: Start) -> None:
     """Those that it was to fetch come back when their lease has run out."""
     d = start_here("mortal", connector=config("kvxfer"), core=1).ready()
     prompts = [prompt(300, seed=70 + i) for i in range(3)]
-    until(steady.idle, 10 * LEASE_S)
-    blocks = steady.free_blocks()
-    handed = prefill(steady, *prompts)
+    until(hasty.idle, 10 * SHORT_LEASE_S)
+    blocks = hasty.free_blocks()
+    handed = prefill(hasty, *prompts)
     d.add(*(Request(prompt=x, kv=kv) for x, kv in zip(prompts[:2], handed, strict=False)))
     d.kill()
-    until(lambda: steady.idle() and steady.free_blocks() == blocks, 4 * LEASE_S, "all blocks free")
+    until(lambda: hasty.idle() and hasty.free_blocks() == blocks, 10 * SHORT_LEASE_S, "all blocks free")
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.01, 0.05])
 def test_a_client_that_leaves_decode(decode: Decode, steady: Engine, reference: Reference, after_s: float) -> None:
     """Before, during and after the fetch: both engines get their blocks back, and go on."""
     d = decode("fail")
-    until(lambda: steady.idle() and d.idle(), 10 * LEASE_S)
+    until(lambda: steady.idle() and d.idle(), SOON_S)
     before = d.free_blocks(), steady.free_blocks()
     a = prompt(1200, seed=80 + int(1000 * after_s))
     [of_a] = prefill(steady, a)
@@ -174,18 +183,18 @@ def test_a_client_that_leaves_decode(decode: Decode, steady: Engine, reference: 
     d.add(request)
     time.sleep(after_s)
     d.abort(request.request_id)
-    until(lambda: d.idle() and steady.idle(), 4 * LEASE_S, "both idle")
+    until(lambda: d.idle() and steady.idle(), SOON_S, "both idle")
     assert (d.free_blocks(), steady.free_blocks()) == before
     assert_same(hand_over(steady, d, a), reference(a))
 
 
 def test_a_client_that_leaves_prefill(steady: Engine) -> None:
-    until(steady.idle, 10 * LEASE_S)
+    until(steady.idle, SOON_S)
     before = steady.free_blocks()
     request = Request(prompt=prompt(3000, seed=90), max_tokens=1, kv=TO_PREFILL)
     steady.add(request)
     steady.abort(request.request_id)
-    until(steady.idle, 4 * LEASE_S, "prefill idle")
+    until(steady.idle, SOON_S, "prefill idle")
     assert steady.free_blocks() == before
 
 
@@ -249,7 +258,8 @@ def test_a_broken_ticket(decode: Decode, steady: Engine, reference: Reference, c
 
 @pytest.mark.parametrize("name", ["kvxfer", wrong_in_nixl("reads what is in the blocks now, and says nothing")])
 def test_no_answer_from_blocks_used_again(start_here: Start, reference: Reference, name: str) -> None:
-    p = start_here("prefill", connector=config(name), kv_cache_memory_bytes=CACHE_BYTES)
+    connector = config(name, lease_s=SHORT_LEASE_S)
+    p = start_here("prefill", connector=connector, kv_cache_memory_bytes=CACHE_BYTES)
     d = start_here("decode", connector=config(name, "recompute"), core=1)
     a = prompt(1000, seed=130)
     [of_a] = prefill(p, a)

@@ -20,10 +20,7 @@ OPTIONS = {
 }
 """Options that a model needs on a CPU."""
 
-CONNECTORS = ["kvxfer", pytest.param("nixl", marks=pytest.mark.comparison)]
-
-
-@pytest.mark.parametrize("name", CONNECTORS)
+@pytest.mark.parametrize("name", connectors.BOTH)
 @pytest.mark.parametrize("model", ["mla", "window"])
 def test_architectures(start_here: Start, reference: Reference, model: str, name: str) -> None:
     """Latent attention; and sliding windows beside full attention, where the windows' blocks are clipped."""
@@ -38,7 +35,7 @@ def test_architectures(start_here: Start, reference: Reference, model: str, name
     assert_same(hand_over(*pair, *halves), reference(*halves, model=model))
 
 
-@pytest.mark.parametrize("name", CONNECTORS)
+@pytest.mark.parametrize("name", connectors.BOTH)
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1)], ids=str)
 def test_tensor_parallelism(start_here: Start, reference: Reference, ranks: tuple[int, int], name: str) -> None:
     connector = getattr(connectors, name)()
@@ -60,6 +57,7 @@ def test_tensor_parallelism(start_here: Start, reference: Reference, ranks: tupl
             "nixl",
             marks=[
                 pytest.mark.comparison,
+                pytest.mark.full,
                 pytest.mark.xfail(strict=True, reason="larger on decode: silently wrong; smaller: refused by decode"),
             ],
         ),
