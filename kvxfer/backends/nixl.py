@@ -34,6 +34,7 @@ _SCRATCH_BYTES = 1 << 20  # registered at start, for measuring a link
 _NOTE_BYTES = 64 << 10  # a piece of what is read for `Link.read`
 _PROBE_BYTES = 64
 _PROBE_S = 1.0  # between two looks at a silent peer
+_MAX_PROBES = 12  # unanswered
 _DIGEST_BYTES = 16
 _BOTH_WAYS = ("tcp", "rc", "cuda_copy", "gdr_copy", "self")  # over which a connection that one side closed is closed
 _PIECES, _PIECE_BYTES = 64, 4 << 10  # of a measurement
@@ -271,7 +272,7 @@ class NixlLink(Link):
         self._known: set[bytes] = set()  # handles that were opened
         self._process = hello.process
         self._closes_both_ways = _closes_both_ways(hello.process)
-        self._probe: Request | None = None
+        self._probes: list[Request] = []
         self._probe_note, self._probe_lock = backend.probe_note, threading.Lock()
         self._doubted, self._next_probe = False, 0.0
         self._scratch = self.open(msgspec.msgpack.encode(hello.scratch), _SCRATCH_BYTES)
@@ -324,15 +325,18 @@ class NixlLink(Link):
 
     def _look(self) -> None:
         """Read a few bytes every second: NIXL speaks of a lost peer only to those who use it, and UCX over TCP waits
-        for ever for the bytes of one that is cut off, if it was the peer that connected and nothing is sent to it."""
+        for ever for the bytes of one that is cut off, if it was the peer that connected and nothing is sent to it.
+
+        More of it while nothing is answered, at growing intervals: what was sent before the cut tells nothing.
+        """
         with self._probe_lock:
-            probe, self._probe = self._probe, None
-            if probe is None and time.monotonic() >= self._next_probe:
-                self._next_probe = time.monotonic() + _PROBE_S
+            probes, self._probes = self._probes, []
+            self._probes = [probe for probe in probes if not probe.poll()]
+            if time.monotonic() >= self._next_probe and len(self._probes) < _MAX_PROBES:
+                self._next_probe = time.monotonic() + _PROBE_S * 2 ** len(self._probes)
                 note = self._probe_note.address
-                probe = self.post(Direction.READ, np.array([[note, self._scratch.remote_address, 8]], np.uint64))
-            if probe is not None and not probe.poll():
-                self._probe = probe
+                run = np.array([[note, self._scratch.remote_address, 8]], np.uint64)
+                self._probes.append(self.post(Direction.READ, run))
 
     def close(self) -> None:
         self._finalizer()
