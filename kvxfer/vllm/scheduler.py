@@ -82,7 +82,8 @@ class SchedulerSide:
         self._groups = table_groups(kv_cache_config)
         self._num_blocks = kv_cache_config.num_blocks
         self._zeroing = versions.needs_zeroing(kv_cache_config)
-        self._layout = table_layout(self._groups, self._num_blocks, fingerprint_of(vllm_config, options.model_id))
+        fingerprint = fingerprint_of(vllm_config, options.model_id, with_speculation=not options.allow_missing_layers)
+        self._layout = table_layout(self._groups, self._num_blocks, fingerprint)
         self._left_to_decode = _left_to_decode(vllm_config, self._groups)
         arguments = connector_arguments(options, engine.port_offset(parallel, None))
         self._secret = auth.secret_bytes(arguments["secret"])

@@ -118,6 +118,7 @@ def test_speculation_on_one_side_is_named_field_by_field() -> None:
     lines = fingerprint_differences(with_draft, without)
     assert "speculative.method: ours 'eagle3', theirs 'not stated'" in lines
     assert {line.split(":")[0] for line in lines} == {key for key in with_draft if key.startswith("speculative.")}
+    assert fingerprint_of(engine_config(eagle), None, with_speculation=False) == without
     ngram = SimpleNamespace(method="ngram", draft_model_config=None)
     assert fingerprint_of(engine_config(ngram), None) == without  # keeps no KV
 
