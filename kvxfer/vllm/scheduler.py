@@ -49,7 +49,7 @@ class _Offer:
     ticket: Ticket
     renew_at: float
     renew_until: float
-    for_prompt: bool
+    usable: bool  # for this prompt, and up to a token from which decode can go on
     state: _State = _State.OFFERED
 
     @property
@@ -137,17 +137,17 @@ class SchedulerSide:
             return
         if ticket is None:
             return
+        for_prompt = params.is_for_prompt(ticket, request)
+        if not for_prompt and request.prompt_token_ids != _REJECTED_PROMPT:
+            self._refuse(request, "its ticket was issued for another prompt")
+            return
         now = time.monotonic()
-        offer = _Offer(
+        self._offers[request.request_id] = _Offer(
             ticket=ticket,
             renew_at=now + ticket.ttl_s / _RENEWALS_A_LEASE,
             renew_until=now + self._options.renew_for_s,
-            for_prompt=params.is_for_prompt(ticket, request),
+            usable=for_prompt and ticket.tokens <= request.num_prompt_tokens - self._left_to_decode,
         )
-        if offer.for_prompt or request.prompt_token_ids == _REJECTED_PROMPT:
-            self._offers[request.request_id] = offer
-        else:
-            self._refuse(request, "its ticket was issued for another prompt")
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond the computed ones can be fetched, and whether that happens between steps.
@@ -161,7 +161,7 @@ class SchedulerSide:
             self._failed.discard(request.request_id)
             return None, False
         offer = self._offers.get(request.request_id)
-        if offer is None or offer.state is not _State.OFFERED or not offer.for_prompt:
+        if offer is None or offer.state is not _State.OFFERED or not offer.usable:
             return 0, False
         if offer.key in self._loading:  # of another answer to the same prompt: it may leave a cached prefix
             return None, False

@@ -86,6 +86,14 @@ def test_another_interface_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -
     assert "update_state_after_alloc takes (request, blocks, num_external_tokens, more), expected (request" in text
 
 
+def test_failed_loads_of_several_groups_need_a_version_that_hears_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions.check_groups(2)
+    monkeypatch.setattr(versions, "REPORTS_FAILED_REQUESTS", False)
+    versions.check_groups(1)
+    with pytest.raises(ProtocolMismatch, match="2 cache groups"):
+        versions.check_groups(2)
+
+
 def test_registered_once_by_name_and_by_module() -> None:
     plugin.register()
     plugin.register()
