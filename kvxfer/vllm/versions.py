@@ -1,7 +1,7 @@
 """Where vLLM's versions differ, and the check of what is installed.
 
 - 0.26: no `get_transfer_results`; a failed load is reported by its blocks, in models with one group only. All groups
-  are transferred.
+  are transferred. Latents are registered without an axis for heads.
 - 0.32: `get_transfer_results` names failed requests; `get_loaded_kv_cache_group_ids`, `get_external_cache_hit_sources`,
   `requires_kv_delivery` and `has_pending_block_frees` are new.
 - 0.33: sleep mode, with `supports_sleep_mode`, `unregister_kv_caches` and `restore_kv_caches`.

@@ -222,6 +222,8 @@ def test_latent_rows() -> None:
         ("latent", 32, 0, 1),
         ("rope", 16, 0, 1),
     ]
+    without_heads = {name: tensor[:, 0] for name, tensor in tensors.items()}  # as in 0.26
+    assert layout_of(without_heads, spec, latent_content={"latent": 16, "rope": 8}).records == layout.records
     index = layout_of(tensors, spec, latent_content={"latent": 512, "rope": 64})  # not a latent: an indexer's keys
     assert not index.records[0].planes
 
