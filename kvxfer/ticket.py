@@ -10,7 +10,6 @@ Bytes: version (1), HMAC-SHA256 (32), msgpack array. Imports msgspec, auth and e
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 from collections.abc import Mapping
 
@@ -107,7 +106,7 @@ def _encoded(ticket: Ticket | bytes | Mapping[str, str]) -> bytes:
     if isinstance(ticket, Mapping) and isinstance(ticket.get(DICT_KEY), str):
         try:
             return base64.b64decode(ticket[DICT_KEY], validate=True)
-        except binascii.Error as error:
+        except ValueError as error:  # binascii.Error, and what is not ASCII
             raise InvalidTicket(f"the ticket under {DICT_KEY!r} is not base64: {error}") from error
     raise InvalidTicket(f"expected a Ticket, its bytes, or a mapping with {DICT_KEY!r}; got {type(ticket).__name__}")
 

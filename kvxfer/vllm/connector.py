@@ -25,6 +25,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         options = options_of(vllm_config.kv_transfer_config)
+        versions.check_groups(len(kv_cache_config.kv_cache_groups))
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:

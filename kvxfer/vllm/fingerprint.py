@@ -23,15 +23,18 @@ _WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 """Speculative methods that keep no KV of their own: they need not agree."""
 
 
-def fingerprint_of(vllm_config: Any, model_id: str | None) -> dict[str, str]:
-    """Factors by name. `model_id` stands for the model's path where the pools' paths differ."""
+def fingerprint_of(vllm_config: Any, model_id: str | None, *, with_speculation: bool = True) -> dict[str, str]:
+    """Factors by name. `model_id` stands for the model's path where the pools' paths differ.
+
+    Without the speculator's factors a pool meets another that does not speculate.
+    """
     model = vllm_config.model_config
     factors = {"model": model_id or str(model.model), "revision": str(model.revision or "")}
     config = model.hf_text_config
     factors |= {
         f"model.{name}": str(value) for name in _MODEL_FIELDS if (value := getattr(config, name, None)) is not None
     }
-    return factors | _speculation(vllm_config.speculative_config)
+    return factors | (_speculation(vllm_config.speculative_config) if with_speculation else {})
 
 
 def _speculation(config: Any) -> dict[str, str]:

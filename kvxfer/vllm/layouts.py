@@ -122,7 +122,7 @@ def cache_layout(
     chosen: dict[str, torch.Tensor] = {}
     built: dict[str, TensorGroup] = {}
     for group in groups:
-        own = _distinct({name: tensors[name] for name in group.layers if name in tensors})
+        own = _distinct({name: _with_heads(tensors[name]) for name in group.layers if name in tensors})
         if not own:
             raise InvalidLayout(f"cache group {group.name!r}: none of its layers has been registered on this rank")
         records = {}
@@ -190,6 +190,11 @@ def _kind(spec: Any) -> tuple[GroupKind, int]:
 
 
 # --- layers -------------------------------------------------------------------------------------------------
+
+
+def _with_heads(tensor: torch.Tensor) -> torch.Tensor:
+    """vLLM 0.26 registers latents without an axis for their one head."""
+    return tensor.unsqueeze(1) if isinstance(tensor, torch.Tensor) and tensor.ndim == 3 else tensor
 
 
 def _distinct(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

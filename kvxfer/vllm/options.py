@@ -48,7 +48,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     checksums: bool = False
     check_finite: bool = True
     allow_missing_layers: bool = False
-    """Let decode fetch although prefill lacks layers, those of a draft model, say."""
+    """For the side that speculates where the other does not: decode goes on without the draft model's KV, or prefill's
+    stays behind. Otherwise speculation must be equal on both sides, and no layer may be missing."""
 
     lease_s: Seconds = 30.0
     """How long prefill keeps blocks that nobody fetches or renews."""

@@ -26,7 +26,8 @@ _MARK = "#"
 
 def wants_decode_elsewhere(request: Any) -> bool:
     """Whether this engine shall prefill the request for another one to decode."""
-    return bool((request.kv_transfer_params or {}).get("do_remote_decode"))
+    given = request.kv_transfer_params
+    return isinstance(given, Mapping) and bool(given.get("do_remote_decode"))
 
 
 def offered_ticket(request: Any, secret: bytes) -> Ticket | None:

@@ -49,7 +49,7 @@ class _Offer:
     ticket: Ticket
     renew_at: float
     renew_until: float
-    for_prompt: bool
+    usable: bool  # for this prompt, and up to a token from which decode can go on
     state: _State = _State.OFFERED
 
     @property
@@ -82,7 +82,8 @@ class SchedulerSide:
         self._groups = table_groups(kv_cache_config)
         self._num_blocks = kv_cache_config.num_blocks
         self._zeroing = versions.needs_zeroing(kv_cache_config)
-        self._layout = table_layout(self._groups, self._num_blocks, fingerprint_of(vllm_config, options.model_id))
+        fingerprint = fingerprint_of(vllm_config, options.model_id, with_speculation=not options.allow_missing_layers)
+        self._layout = table_layout(self._groups, self._num_blocks, fingerprint)
         self._left_to_decode = _left_to_decode(vllm_config, self._groups)
         arguments = connector_arguments(options, engine.port_offset(parallel, None))
         self._secret = auth.secret_bytes(arguments["secret"])
@@ -136,17 +137,17 @@ class SchedulerSide:
             return
         if ticket is None:
             return
+        for_prompt = params.is_for_prompt(ticket, request)
+        if not for_prompt and request.prompt_token_ids != _REJECTED_PROMPT:
+            self._refuse(request, "its ticket was issued for another prompt")
+            return
         now = time.monotonic()
-        offer = _Offer(
+        self._offers[request.request_id] = _Offer(
             ticket=ticket,
             renew_at=now + ticket.ttl_s / _RENEWALS_A_LEASE,
             renew_until=now + self._options.renew_for_s,
-            for_prompt=params.is_for_prompt(ticket, request),
+            usable=for_prompt and ticket.tokens <= request.num_prompt_tokens - self._left_to_decode,
         )
-        if offer.for_prompt or request.prompt_token_ids == _REJECTED_PROMPT:
-            self._offers[request.request_id] = offer
-        else:
-            self._refuse(request, "its ticket was issued for another prompt")
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond the computed ones can be fetched, and whether that happens between steps.
@@ -160,7 +161,7 @@ class SchedulerSide:
             self._failed.discard(request.request_id)
             return None, False
         offer = self._offers.get(request.request_id)
-        if offer is None or offer.state is not _State.OFFERED or not offer.for_prompt:
+        if offer is None or offer.state is not _State.OFFERED or not offer.usable:
             return 0, False
         if offer.key in self._loading:  # of another answer to the same prompt: it may leave a cached prefix
             return None, False

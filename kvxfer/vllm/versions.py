@@ -1,7 +1,7 @@
 """Where vLLM's versions differ, and the check of what is installed.
 
 - 0.26: no `get_transfer_results`; a failed load is reported by its blocks, in models with one group only. All groups
-  are transferred.
+  are transferred. Latents are registered without an axis for heads.
 - 0.32: `get_transfer_results` names failed requests; `get_loaded_kv_cache_group_ids`, `get_external_cache_hit_sources`,
   `requires_kv_delivery` and `has_pending_block_frees` are new.
 - 0.33: sleep mode, with `supports_sleep_mode`, `unregister_kv_caches` and `restore_kv_caches`.
@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvxfer.errors import ProtocolMismatch
 
-TESTED = ("0.26", "0.32", "0.33")
+KNOWN = ("0.26", "0.32", "0.33")
 
 NEEDED: dict[str, tuple[str, ...]] = {
     "__init__": ("vllm_config", "role", "kv_cache_config"),
@@ -71,8 +71,8 @@ def check(connector: type) -> None:
     if problems:
         lines = "".join(f"\n  - {problem}" for problem in problems)
         raise ProtocolMismatch(
-            f"this kvxfer does not fit vLLM {installed()}, whose connector interface differs (tested are "
-            f"{', '.join(TESTED)}):{lines}"
+            f"this kvxfer does not fit vLLM {installed()}, whose connector interface differs (known are "
+            f"{', '.join(KNOWN)}):{lines}"
         )
 
 
@@ -94,6 +94,15 @@ def _arguments(name: str) -> tuple[str, ...] | None:
     function = getattr(method, "__func__", method)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds)[1:]
+
+
+def check_groups(count: int) -> None:
+    """ProtocolMismatch where a failed load could not be reported: its request would go on with wrong KV."""
+    if count > 1 and not REPORTS_FAILED_REQUESTS:
+        raise ProtocolMismatch(
+            f"vLLM {installed()} cannot be told of a failed load in a model with {count} cache groups: use 0.32 or "
+            "later, or --disable-hybrid-kv-cache-manager"
+        )
 
 
 REPORTS_FAILED_REQUESTS = hasattr(base.KVConnectorBase_V1, "get_transfer_results")

@@ -76,7 +76,9 @@ class WorkerSide:
             cache_dtype=str(self._config.cache_config.cache_dtype),
             latent_content=engine.latent_content(self._config),
             cpu_isa=engine.cpu_isa(self._config),
-            fingerprint=fingerprint_of(self._config, self._options.model_id),
+            fingerprint=fingerprint_of(
+                self._config, self._options.model_id, with_speculation=not self._options.allow_missing_layers
+            ),
         )
         self._tensors = {
             group.name: [tensors[layer] for layer in group.layers if layer in tensors] for group in self._groups
@@ -97,6 +99,9 @@ class WorkerSide:
             ", ".join(self._connector.backends),
             ", ".join(self._options.ways),
         )
+        device = layout.regions[0].device.split(":")[0]
+        if (wished := getattr(self._config.kv_transfer_config, "kv_buffer_device", device)) != device:
+            _log.warning("kv_buffer_device is %s and has no effect: the cache on %s is read in place", wished, device)
         for backend, reason in self._connector.why_not.items():
             _log.debug("backend %s is not used: %s", backend, reason)
 

@@ -121,3 +121,26 @@ def test_one_expired_rank_fails_the_whole_transfer_with_nothing_written() -> Non
         with pytest.raises(errors.LeaseExpired):
             cache.fetch(ticket, into={"full": DST}).wait(20)
         assert not any(array.any() for array in arrays.values())
+
+
+def test_a_rank_joins_an_engine_that_is_named_later() -> None:
+    with (
+        kvxfer.Connector("rank", secret=SECRET) as rank,
+        kvxfer.Connector("scheduler", engine="late", secret=SECRET) as scheduler,
+        kvxfer.Connector("reader", secret=SECRET) as reader,
+    ):
+        whole = layout(0, HEADS)
+        cache, into = (c.register(make_arrays(whole, "private", seed), whole) for seed, c in ((1, rank), (2, reader)))
+        scheduler.set_members({0: rank.endpoint})
+        ticket = scheduler.issue(whole, {"full": SRC}, tokens=TOKENS)
+        with pytest.raises(errors.InvalidTicket, match="engine 'late'"):
+            cache.publish({"full": SRC}, tokens=TOKENS, ticket=ticket)
+        rank.join_engine("late", scheduler.generation)
+        cache.publish({"full": SRC}, tokens=TOKENS, ticket=ticket)
+        assert into.fetch(ticket, into={"full": DST}).wait(10.0).peers == 1
+
+
+def test_an_advertised_port_of_0_is_the_one_that_is_listened_on() -> None:
+    with kvxfer.Connector("c", listen="tcp://0.0.0.0:0", advertise="tcp://localhost:0", secret=SECRET) as connector:
+        host, _, port = connector.endpoint.rpartition(":")
+        assert host == "tcp://localhost" and int(port) > 0

@@ -92,6 +92,14 @@ def test_a_rejected_request_releases(start: Start) -> None:
     assert prefill.total("released") == 1
 
 
+def test_a_prompt_that_looks_like_a_rejected_one(start: Start) -> None:
+    prefill, decode = start(), start()
+    [answer] = decode.run(decode.add([0], kv=prefill.prefill([5]), max_tokens=2))
+    assert answer.status is FinishReason.LENGTH
+    settle(prefill, decode)
+    assert decode.total("bytes") == 0
+
+
 def test_aborted_before_it_is_scheduled(start: Start) -> None:
     prefill, decode = start(), start()
     request = decode.add(prompt(100), kv=prefill.prefill(prompt(100)))
@@ -145,7 +153,7 @@ def test_another_prompts_ticket_is_refused(start: Start) -> None:
     assert (decode.total("refused"), decode.total("failed")) == (1, 0)
 
 
-@pytest.mark.parametrize("change", ["altered", "of another secret", "no text", "salt", "shorter prompt"])
+@pytest.mark.parametrize("change", ["altered", "of another secret", "no text", "not ascii", "salt", "shorter prompt"])
 def test_tickets_that_are_refused(start: Start, change: str) -> None:
     prefill = start(secret="quite another secret") if change == "of another secret" else start()
     decode = start()
@@ -154,6 +162,8 @@ def test_tickets_that_are_refused(start: Start, change: str) -> None:
     more = {}
     if change == "altered":
         kv["kvxfer_ticket"] = "AAAA" + kv["kvxfer_ticket"][4:]
+    elif change == "not ascii":
+        kv["kvxfer_ticket"] = "\u00e9" * 40
     elif change == "no text":
         kv["kvxfer_ticket"] = 5
     elif change == "salt":
@@ -164,6 +174,19 @@ def test_tickets_that_are_refused(start: Start, change: str) -> None:
     assert (answer.external_tokens, answer.status) == (0, FinishReason.LENGTH)
     settle(decode)
     assert decode.total("refused") == 1
+
+
+@pytest.mark.parametrize("beside", ["window", "state"])
+def test_a_prompt_that_prefill_has_computed_to_its_end(start: Start, beside: str) -> None:
+    """Decode could not compute the last token anew: the window, or the state, has moved on."""
+    options = {beside: True, "prefix_caching": False}
+    prefill, decode = start(**options), start(**options)
+    [answer] = prefill.run(prefill.add(prompt(100), kv={**TO_PREFILL, "_p_side_truncated": True}))
+    prefill.step()
+    [answer] = decode.run(decode.add(prompt(100), kv=answer.kv, max_tokens=2))
+    assert (answer.external_tokens, answer.computed) == (0, [100, 1])
+    settle(prefill, decode)
+    assert prefill.total("released") == 1
 
 
 def test_one_ticket_for_several_answers(start: Start) -> None:
@@ -321,7 +344,7 @@ def test_a_state_beside_attention(start: Start, ranks: int) -> None:
     """Decode computes the last token from the state before it."""
     options = {"state": True, "prefix_caching": False, "ranks": ranks}
     prefill, decode = start(**options), start(**options)
-    for tokens in LENGTHS[1:]:
+    for tokens in LENGTHS:
         kv = prefill.prefill(prompt(tokens, tokens))
         [answer] = decode.run(decode.add(prompt(tokens, tokens), kv=kv, max_tokens=2))
         assert (answer.external_tokens, answer.computed) == (tokens - 1, [1, 1])

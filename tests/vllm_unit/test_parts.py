@@ -86,6 +86,14 @@ def test_another_interface_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -
     assert "update_state_after_alloc takes (request, blocks, num_external_tokens, more), expected (request" in text
 
 
+def test_failed_loads_of_several_groups_need_a_version_that_hears_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions.check_groups(2)
+    monkeypatch.setattr(versions, "REPORTS_FAILED_REQUESTS", False)
+    versions.check_groups(1)
+    with pytest.raises(ProtocolMismatch, match="2 cache groups"):
+        versions.check_groups(2)
+
+
 def test_registered_once_by_name_and_by_module() -> None:
     plugin.register()
     plugin.register()
@@ -118,6 +126,7 @@ def test_speculation_on_one_side_is_named_field_by_field() -> None:
     lines = fingerprint_differences(with_draft, without)
     assert "speculative.method: ours 'eagle3', theirs 'not stated'" in lines
     assert {line.split(":")[0] for line in lines} == {key for key in with_draft if key.startswith("speculative.")}
+    assert fingerprint_of(engine_config(eagle), None, with_speculation=False) == without
     ngram = SimpleNamespace(method="ngram", draft_model_config=None)
     assert fingerprint_of(engine_config(ngram), None) == without  # keeps no KV
 
@@ -213,6 +222,8 @@ def test_latent_rows() -> None:
         ("latent", 32, 0, 1),
         ("rope", 16, 0, 1),
     ]
+    without_heads = {name: tensor[:, 0] for name, tensor in tensors.items()}  # as in 0.26
+    assert layout_of(without_heads, spec, latent_content={"latent": 16, "rope": 8}).records == layout.records
     index = layout_of(tensors, spec, latent_content={"latent": 512, "rope": 64})  # not a latent: an indexer's keys
     assert not index.records[0].planes
 
