@@ -1,5 +1,6 @@
 # make demo   sets up .venv and runs the demo
 # make test   sets up .venv and .venv-vllm and runs linter, tests and docs
+# make test-slow  the tests that make test leaves out for their time
 # make test-vllm       only the tests with vLLM
 # make test-vllm-full  the same with every combination, for an hour
 # make docs   builds the documentation into site/
@@ -16,18 +17,21 @@ VLLM_INSTALLED := $(VLLM_VENV)/.installed
 VLLM_TESTS := tests/e2e/vllm tests/vllm_unit
 SOURCES := pyproject.toml CMakeLists.txt tests/constraints.txt $(shell find csrc -type f)
 
-.PHONY: demo test test-gpu test-vllm test-vllm-full vllm-env lint docs bench bench-vllm clean
+.PHONY: demo test test-slow test-gpu test-vllm test-vllm-full vllm-env lint docs bench bench-vllm clean
 
 demo: $(INSTALLED)
 	$(BIN)/kvxfer demo
 
 test: lint $(INSTALLED)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -m "not slow"
 	$(MAKE) test-vllm
 	$(BIN)/mkdocs build --strict --quiet
 
 test-gpu:
 	PYTHON="$(PYTHON)" tests/gpu/run.sh
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -q -m slow
 
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM_BIN)/python -m pytest -q -m "not full" $(wildcard $(VLLM_TESTS))

@@ -145,7 +145,8 @@ class RemoteTable:
         if mapped is not None:
             header = ctypes.string_at(address, header_bytes)
         else:
-            header = self._link.read(address, header_bytes, timeout_s=_READ_TIMEOUT_S)
+            with waiting_for_a_peer():
+                header = self._link.read(address, header_bytes, timeout_s=_READ_TIMEOUT_S)
         return OnShelf(header, address, self._shelf.nbytes - offset, mapped is not None)
 
     def _word(self, slot: int) -> int:
@@ -197,7 +198,8 @@ class Peer:
     def measure(self) -> None:
         """Find out what one-sided operations cost. Mover thread."""
         try:
-            self.costs = self.link.measure()
+            with waiting_for_a_peer():
+                self.costs = self.link.measure()
         except KvxferError as error:
             _log.warning("the link to %s was not measured: %s", self.identity.name, error)
         else:

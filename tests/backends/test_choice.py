@@ -8,7 +8,7 @@ import kvxfer
 from kvxfer import Costs
 
 from .conftest import Pair
-from .peer import SECRET, make_arrays
+from .peer import SECRET, make_arrays, placed
 from .test_conformance import paged
 
 CHEAP_RUNS = Costs(operation_s=1e-5, run_s=1e-9, bytes_per_s=1e10)
@@ -25,7 +25,7 @@ def test_the_costs_decide(road: Pair, costs: Costs, way: str) -> None:
     with kvxfer.Connector(
         "chooser", backends=[road.backend], ways=("direct", "packed"), costs=costs, secret=SECRET
     ) as here:
-        cache = here.register(make_arrays(layout, road.memory, None), layout, name=name)
+        cache = here.register(make_arrays(layout, road.memory, None), placed(layout, road.memory), name=name)
         ids = list(range(0, 256, 2))
         ticket = road.peer.publish(name, {"full": ids}, tokens=16 * len(ids))
         stats = cache.fetch(ticket, into={"full": ids[::-1]}).wait(20)

@@ -42,7 +42,6 @@ def test_random_bytes_are_no_header():
         fuzz.check_header(b"KVXC" + source.randbytes(source.randrange(300)))
 
 
-@pytest.mark.slow
 def test_atheris():
     pytest.importorskip("atheris")
     done = subprocess.run(
