@@ -27,7 +27,7 @@ from kvxfer.control.messages import Credit, PackedOffer
 from kvxfer.errors import BackendError, KvxferError, as_kvxfer_error
 from kvxfer.formats import HEADER_BYTES, ChunkHeader
 from kvxfer.kernels import PreparedPackedPlan
-from kvxfer.peers.remote import Peer
+from kvxfer.peers.remote import Peer, RemoteCache
 from kvxfer.plan import Chunk
 from kvxfer.transfers.moves import await_operation
 from kvxfer.transfers.staging import SLOTS, Loan, StagingRing
@@ -38,10 +38,15 @@ if TYPE_CHECKING:
     from kvxfer.node import Node
 
 
-def staging_for(node: Node, peer: Peer, cache: Cache) -> StagingRing:
-    """Where chunks for a cache of this side come in: on its GPU where the backend moves GPU memory and maps nothing."""
-    mapped = peer.table is not None and peer.table.is_mapped
-    on_gpu = cache.device != "cpu" and "cuda" in peer.link.one_sided_devices and not mapped and not node.checksums
+def staging_for(node: Node, peer: Peer, cache: Cache, remote: RemoteCache) -> StagingRing:
+    """Where chunks for a cache of this side come in: on its GPU where the other side can write there, else in host
+    memory.
+
+    It can where the backend moves memory of GPUs one-sidedly, or gives one GPU's memory an address on another, as seen
+    of the peer's cache.
+    """
+    reaches = "cuda" in peer.link.one_sided_devices or (remote.device == "cuda" and not remote.ways["mapped"])
+    on_gpu = cache.device != "cpu" and reaches and not node.checksums
     return node.ring("staging", cache.device if on_gpu else "cpu")
 
 
@@ -209,7 +214,7 @@ class PackedSource:
     def _pack(self, stage: int, index: int, chunk: Chunk, address: int) -> bytes:
         """A header and a chunk into a slot, or a chunk whose header goes apart; returns the header. Mover thread."""
         prepared, payload = self._stages[stage], address + HEADER_BYTES
-        on_gpu = self._outbox is not None and self._outbox.device != "cpu"
+        on_gpu = self._offer.headers_apart if self._outbox is None else self._outbox.device != "cpu"
         made = prepared.pack(
             chunk,
             self._src_bases,

@@ -44,7 +44,7 @@ class PullLeg:
         """Stand in line for staging."""
         self._fetch.waits_for("staging buffers")
         try:
-            ring = staging_for(self._node, self._peer, self._cache)
+            ring = staging_for(self._node, self._peer, self._cache, self._leg.source.cache)
             self._leave_line = borrow(self._node, ring, [self._leg.plan], self._pull)
         except KvxferError as error:
             self._fetch.abort(error)

@@ -106,7 +106,7 @@ class Receive:
         stages = packed_stages(self._cache, joined, claim.blocks, dst_lists, ticket.tokens, layers)
         self._complete = not any(stage.plan.wire_bytes for stage in stages)
         self._count("packed", sum(s.plan.nbytes for s in stages), sum(s.plan.wire_bytes for s in stages))
-        ring = staging_for(self._node, self._peer, self._cache)
+        ring = staging_for(self._node, self._peer, self._cache, remote)
         self._leave_line = borrow(self._node, ring, stages, lambda loan: self._lend(stages, loan))
 
     def _count(self, way: str, nbytes: int, wire_bytes: int) -> None:

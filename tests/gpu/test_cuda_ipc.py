@@ -425,6 +425,17 @@ def test_peers_that_come_and_go_leave_nothing(memory):
         assert open_files[1] == open_files[2], open_files
 
 
+@pytest.mark.parametrize("wire", ["raw", "nvfp4"])
+def test_packed_chunks_go_from_gpu_to_gpu(wire):
+    layout = paged()
+    with Peer("cuda_ipc", ways=("packed",)) as peer, Here(layout, ways=("packed",)) as here:
+        peer.register("kv", layout, "gpu", 1)
+        peer.mask("kv", 0xBF)
+        stats = here.cache.fetch(peer.publish("kv", IDS, tokens=TOKENS), into=INTO, wire=wire).wait(20)
+        assert (stats.way, stats.wire) == ("packed", wire)
+        assert list(here.connector._node.rings) == [("staging", "cuda:0")]
+
+
 @pytest.mark.parametrize("memory", ["gpu", "vmm"])
 @pytest.mark.parametrize("moment", ["during the kernel", "at rest"])
 def test_a_killed_peer_leaves_nothing(memory, moment):
