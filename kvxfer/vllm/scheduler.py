@@ -49,7 +49,7 @@ class _Offer:
     ticket: Ticket
     renew_at: float
     renew_until: float
-    usable: bool  # for this prompt, and up to a token from which decode can go on
+    usable: bool  # for this prompt, up to a token from which decode can go on, by a request that may leave out tokens
     state: _State = _State.OFFERED
 
     @property
@@ -146,7 +146,9 @@ class SchedulerSide:
             ticket=ticket,
             renew_at=now + ticket.ttl_s / _RENEWALS_A_LEASE,
             renew_until=now + self._options.renew_for_s,
-            usable=for_prompt and ticket.tokens <= request.num_prompt_tokens - self._left_to_decode,
+            usable=for_prompt
+            and ticket.tokens <= request.num_prompt_tokens - self._left_to_decode
+            and not versions.skips_prefix_cache(request),
         )
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:

@@ -6,6 +6,8 @@
   `requires_kv_delivery` and `has_pending_block_frees` are new.
 - 0.33: sleep mode, with `supports_sleep_mode`, `unregister_kv_caches` and `restore_kv_caches`.
 
+CI runs models with 0.32. The others' schedulers have driven the connector without a model (tests/vllm_unit).
+
 Imports vLLM's base class and errors.
 """
 

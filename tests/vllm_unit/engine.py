@@ -1,5 +1,8 @@
 """An engine that drives any KVConnectorBase_V1: vLLM's own scheduler and aggregator, and workers with a `FakeModel`.
 
+Needs of vLLM only its Python, so a release that cannot run here (0.26, 0.33) can be looked at as well: unpack its wheel
+and put that on PYTHONPATH.
+
 The calls and their order are those of vLLM's V1 model runner. What a connector may not do raises `Breach`, beside the
 assertions of vLLM's scheduler: a request reported twice by a worker, or one that was never handed to the connector.
 """
@@ -15,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from vllm import SamplingParams
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
@@ -31,6 +35,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvxfer.vllm import versions
 from kvxfer.vllm.plugin import register
 from tests.processes import until
 
@@ -93,17 +98,24 @@ class Rank:
         connector.wait_for_save()
         output = KVConnectorOutput()
         if not self.silent:
-            results = connector.get_transfer_results(scheduled.finished_req_ids)
-            output.finished_sending = self._once("sent", results.finished_sending)
-            output.finished_recving = self._once("received", results.finished_recving)
-            output.failed_recving = results.failed_recving
-            if not results.failed_recving <= results.finished_recving:
-                raise Breach(f"failed but not received: {results.failed_recving - results.finished_recving}")
+            sent, received, failed = self._results(scheduled.finished_req_ids)
+            output.finished_sending = self._once("sent", sent)
+            output.finished_recving = self._once("received", received)
+            output.failed_recving = failed
+            if not failed <= received:
+                raise Breach(f"failed but not received: {failed - received}")
         output.invalid_block_ids = connector.get_block_ids_with_load_errors()
         output.kv_connector_stats = connector.get_kv_connector_stats()
         output.kv_connector_worker_meta = connector.build_connector_worker_meta()
         connector.clear_connector_metadata()
         return output
+
+    def _results(self, finished: set[str]) -> tuple[set[str], set[str], set[str]]:
+        if not versions.REPORTS_FAILED_REQUESTS:
+            sent, received = self.connector.get_finished(finished)
+            return sent or set(), received or set(), set()
+        results = self.connector.get_transfer_results(finished)
+        return results.finished_sending, results.finished_recving, results.failed_recving
 
     def _once(self, what: str, requests: set[str]) -> set[str]:
         twice = requests & self._reported[what]
@@ -133,6 +145,8 @@ class Engine:
         check: bool = True,
         **options: Any,
     ) -> None:
+        if (window or state) and not versions.REPORTS_FAILED_REQUESTS:
+            pytest.skip("this version of vLLM cannot be told of a failed load in a model with several groups")
         transfer = connector or {
             "kv_connector": "KvxferConnector",
             "kv_connector_extra_config": {"secret": SECRET, "model_id": "tiny", **options},

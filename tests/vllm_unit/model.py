@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from vllm.platforms import current_platform
 
 LAYERS = 2  # of each group
 HEADS = 2
@@ -21,7 +22,7 @@ class FakeModel:
     """One rank's share of the heads, for all groups of one engine.
 
     All groups lie in the same memory, as vLLM's do. A block of the CPU build holds for each head its keys transposed,
-    then its values.
+    then its values; other builds (where vLLM's Python alone is looked at) keep a token's key and value side by side.
     """
 
     def __init__(
@@ -80,6 +81,8 @@ class FakeModel:
     def _views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         memory = self._memory[layer]
         blocks, heads, tokens, _ = memory.shape
+        if not current_platform.is_cpu():
+            return memory[..., :HEAD_DIM].transpose(2, 3), memory[..., HEAD_DIM:]
         halves = memory.view(blocks, heads, 2, tokens * HEAD_DIM)
         return (
             halves[:, :, 0].view(blocks, heads, HEAD_DIM, tokens),

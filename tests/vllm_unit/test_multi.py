@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 
 from .engine import SECRET, TO_PREFILL, Engine
@@ -32,7 +32,7 @@ def nixl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """What NixlConnector asks of a worker's process."""
     pytest.importorskip("nixl")
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "0")
-    with set_current_vllm_config(VllmConfig()):
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
         parallel_state.init_distributed_environment(1, 0, f"file://{tmp_path}/group", 0, "gloo")
         parallel_state.initialize_model_parallel(1, 1)
         yield

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from .engine import TO_PREFILL, Answer, Engine, Request
 
 VOCABULARY = 2048
-"""Tokens of the random models, which have no tokenizer: prompts are lists of numbers."""
+"""Tokens of the random models. Prompts are lists of numbers."""
 
 TOLERANCE = 1e-5
 """Between log-probabilities of one float32 model computed in different batches: 3e-6 was the most ever seen. A single

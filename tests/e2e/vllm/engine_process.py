@@ -18,7 +18,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from .corruption import Corruption
 from .engine import Answer, Choice, Request
-from .environment import SITE
+from .environment import FEW_CORES
 
 LIKELY_TOKENS = 20
 
@@ -144,7 +144,7 @@ def run(pipe: Connection, log: Path, names: dict[str, str], arguments: dict[str,
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     os.environ.update(names)
-    runpy.run_path(str(SITE / "sitecustomize.py"))
+    runpy.run_path(str(FEW_CORES / "sitecustomize.py"))
     torch.set_num_threads(1)
     try:
         side = Side(pipe, arguments)

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-SITE = Path(__file__).parent / "site"
+FEW_CORES = Path(__file__).parent / "few_cores"
 _REPOSITORY = Path(__file__).parents[3]
 
 
@@ -20,8 +20,8 @@ COMMON = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # With eager execution only the ranking of log-probabilities would be compiled, for seconds.
     "TORCHDYNAMO_DISABLE": "1",
-    # Also for the processes that an engine starts: site/sitecustomize.py.
-    "PYTHONPATH": f"{SITE}:{_REPOSITORY}",
+    # Also for the processes that an engine starts: few_cores/sitecustomize.py.
+    "PYTHONPATH": f"{FEW_CORES}:{_REPOSITORY}",
 }
 """For every engine. Without these and the others, two engines on two cores take seconds to answer."""
 

@@ -16,9 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
 from safetensors.torch import save_file
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from examples.tiny_engine.checkpoint import Checkpoint, find_checkpoint
 from examples.tiny_engine.tokenizer import CONTROL_TOKEN_TYPE, Tokenizer
@@ -79,8 +82,16 @@ def _random(config: transformers.PretrainedConfig, embedding_std: float = 1.0) -
                     elif weights.dim() >= 2:
                         weights.normal_(0.0, 0.08)
         model.save_pretrained(into)
+        _save_word_tokenizer(into)
 
     return make
+
+
+def _save_word_tokenizer(into: Path) -> None:
+    """For clients that speak in texts: token 17 is the word "w17"."""
+    words = tokenizers.Tokenizer(WordLevel({f"w{token}": token for token in range(VOCABULARY)}, unk_token="w3"))
+    words.pre_tokenizer = WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w3").save_pretrained(into)
 
 
 def _deepseek() -> transformers.PretrainedConfig:

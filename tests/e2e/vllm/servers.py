@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -56,6 +57,15 @@ def program(name: str) -> str:
     return str(Path(sys.executable).parent / name)
 
 
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def _die_with_parent() -> None:
+    """In a new process: end when the one that started it does, also when that was killed."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 class Server:
     """A process group that answers HTTP at `url` once it is ready. The constructor returns at once."""
 
@@ -71,6 +81,7 @@ class Server:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_die_with_parent,
             )
 
     @property
