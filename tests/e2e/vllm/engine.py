@@ -7,6 +7,7 @@ time of a start.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import multiprocessing
@@ -18,6 +19,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+from tests.hosts.network import Host
 
 from .environment import COMMON, Ports, for_engine
 
@@ -101,8 +104,10 @@ class Engine:
         *,
         connector: dict[str, Any] | None = None,
         core: int = 0,
+        on: Host | None = None,
         **options: Any,
     ) -> None:
+        """`on` is a host of tests/hosts; by default the engine runs on this one."""
         self.name, self.log = name, log
         arguments = {
             "model": str(model),
@@ -127,7 +132,7 @@ class Engine:
             context.set_forkserver_preload([f"{__package__}.engine_process"])
             forkserver.ensure_running()
             self._process = context.Process(
-                name=name, target=_run, args=(theirs, log, names, arguments), daemon=False
+                name=name, target=_run, args=(on and on.pid, theirs, log, names, arguments), daemon=False
             )
             self._process.start()
         self._ready = False
@@ -208,7 +213,18 @@ def tail(log: Path, lines: int = 40) -> str:
     return "\n".join(line[:300] for line in log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def _run(*args: Any) -> None:
+def _run(host_pid: int | None, *args: Any) -> None:
+    if host_pid is not None:
+        _enter(host_pid)
     from .engine_process import run
 
     run(*args)
+
+
+def _enter(pid: int) -> None:
+    """Go where a process of another host stands: its network and its mounts."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind in ("net", "mnt"):
+        with open(f"/proc/{pid}/ns/{kind}") as namespace:
+            if libc.setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"entering the {kind} namespace of process {pid}")
