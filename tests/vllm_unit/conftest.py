@@ -1,6 +1,6 @@
 """The connector without models: vLLM's scheduler, and workers whose model writes numbers that can be checked.
 
-Without vLLM only test_environment.py is collected, and says so; `make test-vllm` runs all in an environment that has it.
+Without vLLM only test_environment.py is collected, and says so; `make test-vllm` has an environment with it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ import importlib.util
 import pytest
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here; make test-vllm has it")
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here; make test-vllm has it"
+)
 def test_a_version_of_vllm_that_is_known() -> None:
     from kvxfer.vllm import versions
 
