@@ -1,7 +1,7 @@
 """Loaded by every Python process of an engine under test: keeps others' busy waiting off two cores.
 
-FEW_CORES_YIELD_S   sleep so long in place of os.sched_yield, on which the queues between an engine and its ranks
-                    spin for a second after every message
+FEW_CORES_YIELD_S   sleep so long in place of os.sched_yield, on which vLLM's queues between an engine and its
+                    tensor-parallel workers spin for a second after every message
 FEW_CORES_NIXL_US   pause of NIXL's progress thread; NIXL's Python API has none, which takes one core for each agent.
                     Also leaves the thread that registers NIXL on its core: vLLM would move it, in every engine
                     alike, to the machine's last one
