@@ -48,7 +48,7 @@ def _start_all(
     errors: dict[str, KvxferError] = {}
     for name in [name for name in PREFERENCE if name in entries] + sorted(entries.keys() - set(PREFERENCE)):
         try:
-            if loopback and started and _load(entries[name]).capabilities.cross_host:
+            if loopback and _load(entries[name]).capabilities.cross_host:
                 raise BackendError("left out: this connector listens on loopback only, so no peer is on another host")
             started[name] = _start(entries, name)
         except KvxferError as error:
