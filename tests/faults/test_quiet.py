@@ -50,8 +50,8 @@ def test_a_fetch_completes_while_the_publisher_holds_its_gil_in_one_long_call(st
     assert fetched < prefill.answer() / 4
 
 
-def test_connectors_with_open_peers_and_nothing_to_do_sleep(start, here):
-    prefill, other, decode = start("prefill", fill=1), start("other", fill=1), here("decode")
+def test_connectors_with_open_peers_and_nothing_to_do_sleep(start):
+    prefill, other, decode = start("prefill", fill=1), start("other", fill=1), start("decode")
     assert decode.fetch_now(prefill.publish([1])) == decode.fetch_now(other.publish([1])) == "mapped"
     assert prefill.fetch_now(decode.publish([1])) == "mapped"
     sides = (decode, prefill, other)
