@@ -50,6 +50,23 @@ def shm() -> str:
     )
 
 
+def nixl(name: str) -> str:
+    """The NIXL backend between two processes."""
+    environment, [result] = load(name)
+    kinds = list(dict.fromkeys(row["row"] for row in result["rows"]))
+    sizes = list(dict.fromkeys(row["block_kib"] for row in result["rows"]))
+    cells = {(row["row"], row["block_kib"]): row for row in result["rows"]}
+
+    def cell(row: dict) -> str:
+        way = f" {row['way']}" if "chooses" in row["row"] else ""
+        return f"{row['gigabytes_per_s']:.2f} ({row['low']:.2f} to {row['high']:.2f}), x{row['of_ceiling']:.2f}{way}"
+
+    body = [[kind, *(cell(cells[kind, size]) for size in sizes)] for kind in kinds]
+    rest = "; ".join(f"{who} {share:.3f}" for who, share in result["at_rest"].items())
+    head = ["GB/s: median (quartiles), ratio to the better ceiling", *(f"{size} KiB blocks" for size in sizes)]
+    return f"{tables.markdown(head, body)}\n\nOf a core at rest: {rest}.\n\n{_where(environment)}"
+
+
 def cuda_copy() -> str:
     """The copy kernel on GPUs."""
     environment, results = load("h200x2/cuda_copy.json")
@@ -188,7 +205,15 @@ def _where(environment: dict) -> str:
 
 
 def main() -> None:
-    made = {"gpu": gpu, "shm": shm, "cuda-copy": cuda_copy, "cuda-formats": cuda_formats, "cuda-ipc": cuda_ipc}
+    made = {
+        "gpu": gpu,
+        "shm": shm,
+        "nixl": lambda: nixl("nixl.json"),
+        "nixl-tcp": lambda: nixl("nixl_tcp.json"),
+        "cuda-copy": cuda_copy,
+        "cuda-formats": cuda_formats,
+        "cuda-ipc": cuda_ipc,
+    }
     for name, make in made.items():
         tables.replace(PAGE, name, make())
 
