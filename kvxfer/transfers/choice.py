@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from kvxfer.backends.base import Costs
 from kvxfer.plan import TransferPlan
 
-# Of the packed way, measured between two processes of one host: asking, being answered, and the first chunk's way
-# through staging; and what one thread gathers, which overlaps with writing and scattering.
+# Of the packed way, and estimates, unlike a link's costs: asking, being answered, and the first chunk's way through
+# staging; and what one thread gathers, which overlaps with writing and scattering.
 _CONVERSATION_S = 1e-3
 _GATHERED_BYTES_PER_S = 4e9
 
