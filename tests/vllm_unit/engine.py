@@ -218,7 +218,7 @@ class Engine:
         self.scheduler.add_request(request)
         self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
 
-    def run(self, *request_ids: str, timeout_s: float = 8.0) -> list[Answer]:
+    def run(self, *request_ids: str, timeout_s: float = 60.0) -> list[Answer]:
         """Step until the requests have ended."""
         until(lambda: self.step() or self.answers.keys() >= set(request_ids), timeout_s, f"an end of {request_ids}")
         return [self.answers[request_id] for request_id in request_ids]
@@ -227,7 +227,7 @@ class Engine:
         """Sum of one of the connector's counters."""
         return sum(stats[name] if isinstance(stats[name], int) else len(stats[name]) for stats in self.stats)
 
-    def settle(self, timeout_s: float = 8.0) -> None:
+    def settle(self, timeout_s: float = 60.0) -> None:
         """Step until every block is free."""
         until(lambda: self.step() or self.free_blocks() == self.cache.num_blocks - 1, timeout_s, "all blocks free")
 
