@@ -40,6 +40,24 @@ class _Heads:
     head_dim: int
 
 
+_UNDESCRIBED = {
+    "attention_chunk_size": "chunked local attention",
+    "attn_layer_indices": "state-space layers",
+    "attn_layer_period": "state-space layers",
+    "attn_type_list": "linear attention of its own kind",
+    "block_configs": "layers that differ in their heads",
+    "cross_attention_layers": "cross-attention layers",
+    "hybrid_override_pattern": "state-space layers",
+    "is_encoder_decoder": "an encoder and cross-attention",
+    "layers_block_type": "state-space layers",
+    "mamba_d_state": "state-space layers",
+    "num_kv_shared_layers": "layers that share a cache",
+    "ssm_cfg": "state-space layers",
+    "state_size": "state-space layers",
+}
+"""Keys of a ``config.json`` that mean a cache beside, or other than, plain keys and values: what they mean."""
+
+
 @dataclass(frozen=True)
 class _Part:
     """Layers of one kind before they are dealt into groups."""
@@ -56,6 +74,12 @@ def layout(name: str, config: Mapping[str, Any], target: Target) -> CacheLayout:
         raise InvalidRequest(
             f"{name}: no draft layers are described, got draft {target.draft!r}; register tensors instead"
         )
+    for key, meaning in _UNDESCRIBED.items():
+        if config.get(key):
+            raise InvalidRequest(
+                f"{name} has {meaning} ({key} in its configuration), and the cache of that is not described; "
+                "register tensors instead"
+            )
     if target.indexer_dtype != "auto" or target.indexer_sparse_logits:
         raise InvalidRequest(f"{name} has no indexer; leave indexer_dtype and indexer_sparse_logits out")
     heads = _heads(name, config, target)

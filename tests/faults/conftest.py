@@ -43,7 +43,7 @@ def nothing_left(warm: None, caplog: pytest.LogCaptureFixture) -> Iterator[list[
     yield pids
     ours = [os.getpid(), *pids]
 
-    def nothing(what: str, look: Callable[[], object], timeout_s: float = 10.0) -> None:
+    def nothing(what: str, look: Callable[[], object], timeout_s: float = 40.0) -> None:
         """Wait until `look` finds nothing."""
         ends = time.monotonic() + timeout_s
         while time.monotonic() < ends:

@@ -129,12 +129,12 @@ def test_recorded_frames_are_refused_when_they_come_again(start, here, bad_clien
         socket = bad_client(tap._back.getsockopt_string(zmq.LAST_ENDPOINT))
         for data in again[1:]:  # all but the handshake, which opens a session that the replayer cannot use
             socket.send(data)
-        until(lambda: dropped(prefill) == len(again) - 1, 3)
+        until(lambda: dropped(prefill) == len(again) - 1)
         socket.send(again[0])
         assert socket.poll(3000)  # it is answered
         for data in tap.answered:  # what prefill said, said to itself
             socket.send(data)
-        until(lambda: dropped(prefill) == len(again) - 1 + len(tap.answered), 3)
+        until(lambda: dropped(prefill) == len(again) - 1 + len(tap.answered))
         assert prefill.lease_state(second) == "live"
         assert decode.fetch_now(second, [2]) == "mapped"
         assert decode.digest([1, 2]) == prefill.digest([1, 2])
@@ -155,7 +155,7 @@ def test_an_altered_frame_on_the_way_is_dropped(start, here, bad_client):
         last = tap.dialled[-1]
         for at in range(0, len(last), 3):
             socket.send(last[:at] + bytes([last[at] ^ 1]) + last[at + 1 :])
-        until(lambda: dropped(prefill) == len(range(0, len(last), 3)), 3)
+        until(lambda: dropped(prefill) == len(range(0, len(last), 3)))
         assert decode.fetch_now(prefill.publish([2]), [2]) == "mapped"
     finally:
         prefill.close()

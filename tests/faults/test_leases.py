@@ -207,7 +207,7 @@ def test_leases_published_and_ended_from_many_threads_all_end(here):
     for thread in threads:
         thread.join()
     assert all(lease.released.wait(2) for lease in ended)
-    until(lambda: prefill.connector.metrics.leases == prefill.connector.metrics.lease_slots_in_use == 0, 2)
+    until(lambda: prefill.connector.metrics.leases == prefill.connector.metrics.lease_slots_in_use == 0)
 
 
 def test_closing_the_publisher_ends_its_leases_and_fails_fetches(start, here):

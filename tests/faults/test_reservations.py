@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from processes import SIZES, until
+from processes import SIZES, SLACK_S, until
 
 from kvxfer import TransferState
 from kvxfer.errors import Cancelled, DeadlineExceeded, PeerGone
@@ -73,7 +73,7 @@ def test_a_cancelled_reservation_stays_cancelling_until_its_sender_has_acknowled
 @pytest.mark.parametrize("way", WAYS)
 def test_a_reservation_that_runs_out_stays_cancelling_until_its_sender_has_acknowledged(interrupted, way):
     sender, receiver, reservation = interrupted(way, ttl_s=0.5)
-    until(lambda: reservation.state is TransferState.CANCELLING, 1)
+    until(lambda: reservation.state is TransferState.CANCELLING)
     assert not reservation.done()
     sender.resume()
     until(reservation.done)
@@ -108,10 +108,8 @@ def test_a_sender_that_was_silent_too_long_still_hands_the_blocks_back_when_it_g
 def test_a_sender_killed_in_mid_write_frees_the_reservation_with_an_error(interrupted, way):
     sender, receiver, reservation = interrupted(way)
     sender.kill()
-    started = time.monotonic()
     with pytest.raises(PeerGone):
         reservation.wait(5)
-    assert time.monotonic() - started < 2
     assert receiver.connector.metrics.staging_lent_bytes == 0
     assert receiver.connector.metrics.reservations == 0
 
@@ -133,7 +131,7 @@ def test_waiting_for_a_reservation_ends_near_its_deadline_though_the_sender_stan
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded):
         reservation.wait()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 1 + SLACK_S
     assert not reservation.done()
 
 
@@ -152,7 +150,7 @@ def test_a_reservation_nobody_claims_runs_out(here):
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="a sender"):
         receiver.transfers[key].wait()
-    assert 0.1 < time.monotonic() - started < 1
+    assert 0.1 < time.monotonic() - started < 0.2 + SLACK_S
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -190,4 +188,4 @@ def test_a_stopped_receiver_lets_the_send_end_by_its_deadline(start, here, way):
     started = time.monotonic()
     with pytest.raises((DeadlineExceeded, PeerGone)):
         sender.cache.send(ticket, {"full": [1]}, timeout_s=0.5).wait()
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 0.5 + SLACK_S

@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from processes import SIZES, until
+from processes import SIZES, SLACK_S, until
 
 from kvxfer import KvxferError, TransferState
 from kvxfer.errors import Cancelled, Closed, DeadlineExceeded, InvalidRequest, InvalidTicket, PeerGone
@@ -122,7 +122,7 @@ def test_awaiting_ends_at_the_transfers_deadline(start, here):
 
     started = time.monotonic()
     asyncio.run(main())
-    assert time.monotonic() - started < 1.3
+    assert time.monotonic() - started < 0.3 + SLACK_S
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -138,7 +138,7 @@ def test_closing_ends_the_transfers_that_are_under_way(start, here, way):
         waiters = [pool.submit(transfer.wait) for transfer in (fetch, waiting)]
         started = time.monotonic()
         decode.close()
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 1 + SLACK_S
         for waiter in waiters[1:]:
             with pytest.raises(Cancelled, match="closed"):
                 waiter.result()
@@ -217,7 +217,7 @@ def test_cancelling_ends_a_transfer_soon_and_nothing_is_written_after(start, her
     fetch = decode.cache.fetch(prefill.publish(MANY), into={"full": MANY})
     until(lambda: fetch.state is not TransferState.POSTED)
     fetch.cancel()
-    until(fetch.done, 1)
+    until(fetch.done)
     before = decode.digest()
     assert decode.fetch_now(prefill.publish([0]), [0]) == way
     until(lambda: decode.connector.metrics.staging_lent_bytes == 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from processes import SIZES, until
+from processes import SIZES, SLACK_S, until
 
 from .conftest import QUICK, at_rest, works_again
 
@@ -92,7 +92,7 @@ def test_a_fetch_whose_prefill_is_cut_off_fails_and_everything_comes_back(pair, 
     one.cut()
     started = time.monotonic()
     assert decode.outcome(key) in ENDS
-    assert time.monotonic() - started < TIMEOUT_S + 2
+    assert time.monotonic() - started < TIMEOUT_S + SLACK_S
     # Still cut off: the connection is given up, so that nothing can come late, and what was lent comes back.
     until(lambda: not decode.metrics()["staging_lent_bytes"], 10, "the staging coming back")
     until(lambda: decode.state(key) == "failed", 10, "the blocks coming back")
@@ -115,7 +115,7 @@ def test_a_partition_while_the_lease_is_confirmed_yields_an_error_or_the_truth(p
     decode.let_confirm()
     started = time.monotonic()
     assert decode.outcome(key) in ENDS
-    assert time.monotonic() - started < TIMEOUT_S + 2
+    assert time.monotonic() - started < TIMEOUT_S + SLACK_S
     one.mend()
     works_again(prefill, decode, way)
     at_rest(prefill, decode)

