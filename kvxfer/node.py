@@ -200,9 +200,13 @@ class Node:
 
         self.progress.call(run)
         done.wait()
-        if isinstance(outcome[0], BaseException):
-            raise outcome[0]
-        return outcome[0]
+        result = outcome.pop()
+        if isinstance(result, BaseException):
+            try:
+                raise result
+            finally:
+                del result  # else it keeps this frame, which keeps it
+        return result
 
     def _open_channel(self, listen: str, advertise: str | None) -> None:
         self.channel = self.directory.channel = Channel(
