@@ -2,6 +2,7 @@
 // that the plan has checked already and knows no array library.
 #include <nanobind/nanobind.h>
 
+#include "bindings.h"
 #include "cpu/block_ids.h"
 #include "cpu/checksum.h"
 #include "cpu/convert.h"
@@ -49,6 +50,7 @@ using PackedPart = Tables<cpu::PackedWork, kvxfer::PackedRow>;
 }  // namespace
 
 NB_MODULE(_native, m) {
+  kvxfer::bind_requests(m);
   m.attr("ROW_BYTES") = sizeof(kvxfer::Row);
 
   nb::class_<Part>(m, "Part")

@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from kvxfer import kernels
 from kvxfer.backends.base import Backend, Costs, Link, RemoteRegion
 from kvxfer.control.channel import Session
@@ -23,9 +21,9 @@ from kvxfer.control.messages import CacheInfo, Description, Message, RegionHandl
 from kvxfer.errors import BackendError, InvalidLayout, KvxferError, LeaseExpired, NoCommonBackend, PeerGone
 from kvxfer.formats import PackedJoin
 from kvxfer.layout import CacheLayout
-from kvxfer.lease import ENDED, HEADER_BYTES, SLOT, SLOT_BYTES
+from kvxfer.lease import ENDED, HEADER_BYTES, SLOT_BYTES, SLOT_WORDS
 from kvxfer.progress import waiting_for_a_peer
-from kvxfer.ticket import Record, Ticket
+from kvxfer.ticket import Record, Ticket, digest
 
 _log = logging.getLogger(__name__)
 
@@ -64,12 +62,20 @@ class RemoteCache:
         raise NoCommonBackend(f"cache {self.name!r} of the peer cannot be reached: {reasons}")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Published:
-    """A lease as its table has it: block lists, and where in the shelf it lies packed ahead, if it does."""
+    """A lease as its table has it: its record, and where in the shelf it lies packed ahead, if it does."""
 
-    record: Record
+    data: bytes  # of the record, as the ticket's digest covers it
     shelf_offset: int | None
+
+    @property
+    def record(self) -> Record:
+        """The block lists. BackendError for bytes that are no record, whoever signed them."""
+        record = Record.decode(self.data)
+        if record is None:
+            raise BackendError("the record of the lease cannot be read")
+        return record
 
 
 @dataclass(frozen=True)
@@ -125,14 +131,14 @@ class RemoteTable:
         """
         if not self.word_state(ticket):
             return None
-        row = np.frombuffer(self._read(HEADER_BYTES + ticket.slot * SLOT_BYTES, SLOT_BYTES), SLOT)[0]
-        if int(row["ready"]) < ticket.lease:
+        slot = self._read(HEADER_BYTES + ticket.slot * SLOT_BYTES, SLOT_BYTES)
+        _, offset, nbytes, ready, shelf = SLOT_WORDS.unpack_from(slot)
+        if ready < ticket.lease:
             return None
-        offset, nbytes = int(row["offset"]), int(row["nbytes"])
         if nbytes == ticket.record_bytes and offset + nbytes <= self._region.nbytes:
-            record = Record.decode(self._read(offset, nbytes), ticket.digest)
-            if record is not None:
-                return Published(record, int(row["shelf"]) - 1 if row["shelf"] else None)
+            data = self._read(offset, nbytes)
+            if digest(data) == ticket.digest:
+                return Published(data, shelf - 1 if shelf else None)
         self.word_state(ticket)  # the lease may have ended while its record was read
         raise BackendError(f"the record of lease {ticket.lease} is not the one that the ticket was signed for")
 
