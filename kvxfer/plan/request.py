@@ -88,7 +88,9 @@ class Pairing:
 
 def pairing_of(joined: Join | None) -> Pairing | None:
     """The pairing of a join; None where tokens have to be looked at, or bytes are converted."""
-    whole = joined is not None and all(part.tile == 0 and not part.merged["tokens_per_entry"].any() for part in joined.parts)
+    whole = joined is not None and all(
+        part.tile == 0 and not part.merged["tokens_per_entry"].any() for part in joined.parts
+    )
     return Pairing(joined) if whole else None
 
 

@@ -263,7 +263,7 @@ class Fetch(Transfer):
         nbytes = sum(leg.request.nbytes for leg in legs)
         copies = sum(leg.request.copies for leg in legs)
         self.count(bytes=nbytes, wire_bytes=nbytes, copies=copies, **route.counted)
-        if self.gate is not None:
+        if self._cache.gates is not None:
             if not self._launch(spare=here):
                 self._hand_over(lambda: self._launch(spare=False))
         elif here and nbytes > _HERE_BYTES:
@@ -279,7 +279,9 @@ class Fetch(Transfer):
         if self.hold():
             threads = self._node.limits.copy_threads
             try:
-                moved = all([moves.move_blocks(leg.source.pairing, leg.request, self, threads=threads) for leg in self._legs])
+                moved = all(
+                    [moves.move_blocks(leg.source.pairing, leg.request, self, threads=threads) for leg in self._legs]
+                )
             finally:
                 self.drop()
             if moved:
@@ -290,11 +292,12 @@ class Fetch(Transfer):
 
         With `spare` lanes are left for the mover threads, and none is made.
         """
-        lanes = self._legs[0].source.pairing.lanes.take(len(self._legs), spare=spare)
+        of_device = self._legs[0].source.pairing.lanes
+        lanes = of_device.take(len(self._legs), spare=spare)
         if lanes is None:
             return False
         if not self.begin() or not self.hold():
-            self._legs[0].source.pairing.lanes.give_back(lanes)
+            of_device.give_back(lanes)
             self._let_go()
             return True
         self._moving = 1
@@ -307,7 +310,10 @@ class Fetch(Transfer):
                 flights.append(leg.source.pairing.launch(leg.request, lanes.pop(), after=after, ending=leg.ending))
         except Exception as error:
             self.abort(as_kvxfer_error(error))
-        self._legs[0].source.pairing.lanes.give_back(lanes)
+        of_device.give_back(lanes)  # those that are left
+        if not flights:
+            self.drop()
+            return True
         self._flights = flights
         self.driven_by(self._look_at_flights)
         self._node.pool.submit(self._watch_flights)
@@ -539,7 +545,9 @@ def route_of(
     return found
 
 
-def _mapped_pairing(cache: Cache, remote: RemoteCache, joined: PackedJoin, node: Node) -> HostPairing | CudaPairing | None:
+def _mapped_pairing(
+    cache: Cache, remote: RemoteCache, joined: PackedJoin, node: Node
+) -> HostPairing | CudaPairing | None:
     """The blocks of two caches, where they go whole and the mapped way."""
     pairing = pairing_of(joined.plain)
     try:
