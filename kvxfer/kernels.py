@@ -36,6 +36,7 @@ assert _native.PACKED_ROW_BYTES == PACKED_ROW.itemsize, (
 
 load_word = _native.load_word
 store_word = _native.store_word
+load_slot = _native.load_slot
 
 
 PIECE_BYTES = 8 << 20  # moved by one call between two looks at a transfer

@@ -129,16 +129,11 @@ class RemoteTable:
 
         Raises LeaseExpired, BackendError.
         """
-        if not self.word_state(ticket):
+        word, ready, shelf, data = self._slot(ticket)
+        if not self.judge(word, ticket) or ready < ticket.lease:
             return None
-        slot = self._read(HEADER_BYTES + ticket.slot * SLOT_BYTES, SLOT_BYTES)
-        _, offset, nbytes, ready, shelf = SLOT_WORDS.unpack_from(slot)
-        if ready < ticket.lease:
-            return None
-        if nbytes == ticket.record_bytes and offset + nbytes <= self._region.nbytes:
-            data = self._read(offset, nbytes)
-            if digest(data) == ticket.digest:
-                return Published(data, shelf - 1 if shelf else None)
+        if data is not None and digest(data) == ticket.digest:
+            return Published(data, shelf - 1 if shelf else None)
         self.word_state(ticket)  # the lease may have ended while its record was read
         raise BackendError(f"the record of lease {ticket.lease} is not the one that the ticket was signed for")
 
@@ -155,13 +150,27 @@ class RemoteTable:
                 header = self._link.read(address, header_bytes, timeout_s=_READ_TIMEOUT_S)
         return OnShelf(header, address, self._shelf.nbytes - offset, mapped is not None)
 
+    def _slot(self, ticket: Ticket) -> tuple[int, int, int, bytes | None]:
+        """The ticket's slot: word, ready word, shelf, and the record where it can be that of the ticket."""
+        at, address = self._offset_of(ticket.slot), self._region.mapped_address
+        if address is not None:
+            return kernels.load_slot(address, self._region.nbytes, address + at, ticket.record_bytes)
+        word = int.from_bytes(self._read(at, 8), "little")  # first, as it was written last
+        _, offset, nbytes, ready, shelf = SLOT_WORDS.unpack_from(self._read(at, SLOT_BYTES))
+        fits = nbytes == ticket.record_bytes and offset + nbytes <= self._region.nbytes
+        return word, ready, shelf, self._read(offset, nbytes) if fits and self.judge(word, ticket) else None
+
     def _word(self, slot: int) -> int:
-        at = HEADER_BYTES + slot * SLOT_BYTES
-        if at + SLOT_BYTES > self._region.nbytes:
-            raise BackendError(f"lease slot {slot} lies outside the peer's lease table")
+        at = self._offset_of(slot)
         if self._region.mapped_address is not None:
             return kernels.load_word(self._region.mapped_address + at)
         return int.from_bytes(self._read(at, 8), "little")
+
+    def _offset_of(self, slot: int) -> int:
+        at = HEADER_BYTES + slot * SLOT_BYTES
+        if at + SLOT_BYTES > self._region.nbytes:
+            raise BackendError(f"lease slot {slot} lies outside the peer's lease table")
+        return at
 
     def _read(self, offset: int, nbytes: int) -> bytes:
         if self._region.mapped_address is not None:

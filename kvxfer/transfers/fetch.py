@@ -137,15 +137,13 @@ class Fetch(Transfer):
 
     def start(self, *, here: bool = False) -> None:
         """Make an attempt: with `here` on the calling thread, where that waits for nothing, else on a mover thread."""
-        if here and self._is_at_hand():
-            self.attempt(lambda: self._attempt(here=True))
+        engine = self._node.directory.find(self._ticket) if here else None
+        route = None if engine is None else engine.joins.get(self._route_key)
+        if route is not None and route.at_hand and not self._node.progress.is_current:
+            self._engine = engine
+            self.attempt(lambda: self._follow(route, here=True))
         else:
             self._hand_over(self._attempt)
-
-    def _is_at_hand(self) -> bool:
-        engine = self._node.directory.find(self._ticket)
-        route = None if engine is None else engine.joins.get(self._route_key)
-        return route is not None and route.at_hand and not self._node.progress.is_current
 
     def _hand_over(self, step: Callable[[], None]) -> None:
         """Have a mover thread take a step, or whoever waits for the transfer before one has come to it."""
@@ -153,7 +151,7 @@ class Fetch(Transfer):
         job = self._node.pool.submit(lambda: self.attempt(step))
         self.runs_as(job, short=nbytes <= PIECE_BYTES)
 
-    def _attempt(self, *, here: bool = False) -> None:
+    def _attempt(self) -> None:
         if self.done() or self.stopping:
             return
         engine = self._engine = self._node.directory.find(self._ticket)
@@ -171,6 +169,10 @@ class Fetch(Transfer):
         except UnknownCache as error:
             self._try_again(f"cache {self._ticket.cache!r} of {self._ticket.engine!r}", error, engine)
             return
+        self._follow(route)
+
+    def _follow(self, route: Route, *, here: bool = False) -> None:
+        """Read the lease from every rank, and move what it says."""
         legs = []
         for source in route.sources:
             published = self._published(source)
