@@ -318,11 +318,17 @@ class Fetch(Transfer):
             return True
         self._flights = flights
         self.driven_by(self._look_at_flights)
-        self._node.pool.submit(self._watch_flights)
+        self._node.pool.watch(self._watch_flights)
         return True
 
+    def arm(self) -> None:
+        """As of `Transfer`. Who neither waits nor polls depends on a mover thread."""
+        super().arm()
+        if self._flights:
+            self._node.pool.hurry()
+
     def _watch_flights(self) -> None:
-        """See the end of what nobody else waits for."""
+        """See the end of it, if nobody has. Mover thread."""
         while self._flights:
             self._look_at_flights(1.0, nap_us=_NAP_US)
 
@@ -492,9 +498,9 @@ class Fetch(Transfer):
 
 
 def release(node: Node, engine: Engine, ticket: Ticket) -> None:
-    """Tell every rank of the engine that this rank is done with the lease. Any thread."""
+    """Tell every rank of the engine, within some milliseconds, that this rank is done with the lease. Any thread."""
     message = Release(slot=ticket.slot, lease=ticket.lease, reader=node.identity.rank, readers=node.ranks)
-    node.progress.post(lambda: node.directory.send_all(engine, message))
+    node.progress.post_soon(lambda: node.directory.send_all(engine, message))
 
 
 def route_of(
