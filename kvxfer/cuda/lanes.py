@@ -7,17 +7,18 @@ waiting for this very transfer (`Transfer.wait_on`).
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kvxfer.cuda.gates import Gate, Gates
-from kvxfer.cuda.native import check, native
+from kvxfer.cuda.native import CudaError, check, native
 from kvxfer.cuda.packed import PreparedCudaPackedPlan
 from kvxfer.cuda.plan import PreparedCudaPlan, prepare
 from kvxfer.cuda.runtime import DeviceMemory, PinnedMemory, Stream
@@ -207,6 +208,8 @@ class Lanes:
         self.gates = Gates(device)
         self._free: list[Lane] = []
         self._kept = 0  # lanes for mover threads
+        self._made = 0  # lanes that there are
+        self._waiting: collections.deque[Callable[[], None]] = collections.deque()
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -215,28 +218,57 @@ class Lanes:
 
         A lane whose device has failed is not used again.
         """
-        [lane] = self.take(1, spare=False)
+        with self._lock:
+            lane = self._free.pop() if self._free else None
+            self._made += lane is None
+        lane = lane or Lane(self.device)
         try:
             yield lane
         finally:
-            lane.finish()
+            try:
+                lane.finish()
+            except CudaError:
+                self.lose(lane)
+                raise
             self.give_back([lane])
 
-    def take(self, count: int, *, spare: bool) -> list[Lane] | None:
-        """So many lanes, free ones first; to be given back once all their work is done.
+    def take(
+        self, count: int, *, spare: bool = False, otherwise: Callable[[], None] | None = None
+    ) -> list[Lane] | None:
+        """So many lanes; to be given back once all their work is done.
 
-        With `spare` only free ones, and only where `warm` has left enough for the mover threads: else None.
+        With `spare` only free ones, and only where those that `warm` made for mover threads are left over. None where
+        that cannot be, or too many are at work: then `otherwise` is called once, when one has been given back.
         """
         with self._lock:
-            if spare and len(self._free) < count + self._kept:
+            missing = max(0, count - len(self._free))
+            if spare:
+                possible = len(self._free) >= count + self._kept
+            else:
+                possible = not missing or self._made + missing <= max(count, self._kept + _LAUNCHED_AT_ONCE)
+            if not possible:
+                if otherwise is not None:
+                    self._waiting.append(otherwise)
                 return None
-            lanes = [self._free.pop() for _ in range(min(count, len(self._free)))]
-        return lanes + [Lane(self.device) for _ in range(count - len(lanes))]
+            self._made += missing
+            lanes = [self._free.pop() for _ in range(count - missing)]
+        return lanes + [Lane(self.device) for _ in range(missing)]
 
     def give_back(self, lanes: Sequence[Lane]) -> None:
         """The lanes are idle."""
         with self._lock:
             self._free += lanes
+            waiting = self._waiting.popleft() if self._waiting and lanes else None
+        if waiting is not None:
+            waiting()
+
+    def lose(self, lane: Lane) -> None:
+        """The lane's device has failed: it is idle, and not used again."""
+        with self._lock:
+            self._made -= 1
+            waiting = self._waiting.popleft() if self._waiting else None
+        if waiting is not None:
+            waiting()
 
     def warm(self, lanes: int) -> None:
         """Make lanes, so many for mover threads and some for who launches without one, and load the kernels that copy:
@@ -251,6 +283,7 @@ class Lanes:
             lane.reserve()
             with self._lock:
                 self._free.append(lane)
+                self._made += 1
 
 
 def _copies_of(plan: TransferPlan | PackedPlan) -> int:

@@ -40,6 +40,10 @@ class Flight:
         self._lane.take_down(self._ending)
         self._lanes.give_back([self._lane])
 
+    def lose(self) -> None:
+        """The device has failed, and writes nothing more."""
+        self._lanes.lose(self._lane)
+
 
 class CudaPairing:
     """The blocks of a peer's cache and of one on `lanes`' device, for all requests between them."""
@@ -77,5 +81,6 @@ class CudaPairing:
         except CudaError:
             with contextlib.suppress(CudaError):
                 lane.synchronise()
+            self.lanes.lose(lane)
             raise
         return Flight(self.lanes, lane, ending)

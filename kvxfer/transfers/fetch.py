@@ -56,6 +56,7 @@ _FIRST_RETRY_S = 0.0005
 _LAST_RETRY_S = 0.01
 _RETRY_SHARE = 0.125  # of the time waited so far: looking again costs little, and adds little to a long wait
 _HERE_BYTES = 256 << 10  # copied in host memory sooner than a mover thread wakes up and is waited for
+_WATCH_S = 1e-3
 _NAP_US = 50  # between two looks at a device that only a mover thread waits for
 _MAPPED = Choice("mapped", "")
 ANNOUNCEMENT_S = 1.0  # how long after its ticket a peer's newly registered cache may become known here
@@ -267,7 +268,7 @@ class Fetch(Transfer):
         self.count(bytes=nbytes, wire_bytes=nbytes, copies=copies, **route.counted)
         if self._cache.gates is not None:
             if not self._launch(spare=here):
-                self._hand_over(lambda: self._launch(spare=False))
+                self._hand_over(self._launch)
         elif here and nbytes > _HERE_BYTES:
             self._hand_over(self._copy_blocks)
         else:
@@ -289,13 +290,12 @@ class Fetch(Transfer):
             if moved:
                 self.leg_moved()
 
-    def _launch(self, *, spare: bool) -> bool:
-        """Have the device copy, and see later that it has. False, with nothing done, where no lane is free.
-
-        With `spare` lanes are left for the mover threads, and none is made.
-        """
+    def _launch(self, *, spare: bool = False) -> bool:
+        """Have the device copy, and see later that it has. False where no lane is free: with `spare`, which leaves
+        lanes to the mover threads, nothing is done then; without, a mover thread comes back to it."""
         of_device = self._legs[0].source.pairing.lanes
-        lanes = of_device.take(len(self._legs), spare=spare)
+        again = None if spare else lambda: self._hand_over(self._launch)
+        lanes = of_device.take(len(self._legs), spare=spare, otherwise=again)
         if lanes is None:
             return False
         if not self.begin() or not self.hold():
@@ -328,9 +328,11 @@ class Fetch(Transfer):
             self._node.pool.hurry()
 
     def _watch_flights(self) -> None:
-        """See the end of it, if nobody has. Mover thread."""
-        while self._flights:
-            self._look_at_flights(1.0, nap_us=_NAP_US)
+        """See the end of it, if nobody has. Mover thread, which has others to look after."""
+        if self._flights:
+            self._look_at_flights(_WATCH_S, nap_us=_NAP_US)
+        if self._flights:
+            self._node.pool.watch(self._watch_flights)
 
     def _look_at_flights(self, seconds: float, *, nap_us: int = 0) -> None:
         """Wait up to so long for what was launched. Whoever sees the last byte arrive ends the transfer."""
@@ -348,6 +350,8 @@ class Fetch(Transfer):
             return
         if failure is not None:
             self.abort(failure)
+            for flight in flights:
+                flight.lose()
         else:
             self.advance(sum(leg.request.nbytes for leg in self._legs))
             for flight in flights:
