@@ -34,7 +34,7 @@ _eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 _FIRST_PAUSE_S = 20e-6  # between two looks at operations under way
 _LAST_PAUSE_S = 5e-3
 _GLANCE_S = 2e-3  # between two looks for calls that woke no thread
-_ATTENTIVE_S = 0.25  # how long after the last of them
+_ATTENTIVE_S = 0.05  # how long after the last of them
 _MAX_AWAY = 64  # threads of one pool that wait for peers while spare ones work
 
 _mine = threading.local()  # pool: whose thread this is
