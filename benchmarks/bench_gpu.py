@@ -41,7 +41,7 @@ from kvxfer.layout import Group, Plane, Record, Region, Slice
 from kvxfer.models import layout_for
 from kvxfer.plan import check_blocks, join
 from kvxfer.plan.request import BlockTable, pairing_of
-from kvxfer.ticket import Record
+from kvxfer.ticket import Record as LeaseRecord
 
 MODEL = "deepseek-ai/DeepSeek-V4.1-Flash"
 LAYERS = 64  # of the caches that `fetch` moves: a block is a piece in each
@@ -263,7 +263,7 @@ class Bench:
             blocks = POST_PIECES // layers
             layout, tokens = layered(4096, blocks, layers), 16 * blocks
             ids = [{"full": np.random.default_rng(s).permutation(blocks).astype(np.int32)} for s in (1, 2)]
-            record = Record.of(tokens, check_blocks(layout, ids[0], tokens=tokens, role="source")).encode()
+            record = LeaseRecord.of(tokens, check_blocks(layout, ids[0], tokens=tokens, role="source")).encode()
             starts = np.arange(layers, dtype=np.uint64) * np.uint64(4096 * blocks)
             bases = [np.uint64(m.address) + starts for m in memory]
             table, (joined,) = BlockTable(layout), join([layout], layout)
