@@ -124,16 +124,23 @@ class RemoteTable:
             f"the lease of request {ticket.request_id!r} {how}; fetch earlier, or publish with more ttl_s if it ran out"
         )
 
-    def published(self, ticket: Ticket) -> Published | None:
+    def published(self, ticket: Ticket, *, verified: bool = True) -> Published | None:
         """What the lease says, or None when it, or the blocks' bytes, are not there yet.
 
-        Raises LeaseExpired, BackendError.
+        Raises LeaseExpired, BackendError. With `verified` False the caller still has to call `verify`.
         """
         word, ready, shelf, data = self._slot(ticket)
         if not self.judge(word, ticket) or ready < ticket.lease:
             return None
-        if data is not None and digest(data) == ticket.digest:
-            return Published(data, shelf - 1 if shelf else None)
+        published = Published(data or b"", shelf - 1 if shelf else None)
+        if verified or data is None:
+            self.verify(published, ticket)
+        return published
+
+    def verify(self, published: Published, ticket: Ticket) -> None:
+        """Raises LeaseExpired or BackendError unless the record is the one that the ticket was signed for."""
+        if digest(published.data) == ticket.digest:
+            return
         self.word_state(ticket)  # the lease may have ended while its record was read
         raise BackendError(f"the record of lease {ticket.lease} is not the one that the ticket was signed for")
 

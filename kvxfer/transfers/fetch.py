@@ -89,6 +89,7 @@ class Leg:
     source: Source
     choice: Choice
     request: Request | None = None
+    published: Published | None = None  # what the request was made from
     plan: PreparedPlan | PreparedPackedPlan | None = None
     shelved: Shelved | None = None  # where its bytes lie packed ahead
     ending: Ending | None = None  # of the mapped way on a GPU: the verdict that the device has read
@@ -184,6 +185,8 @@ class Fetch(Transfer):
             if leg is None and here:  # a plan has to be made, which takes a while
                 self._hand_over(self._attempt)
                 return
+            if leg is None:
+                source.peer.table.verify(published, self._ticket)
             legs.append(leg or self._plan(source, published))
         if all(leg.request is not None for leg in legs):
             self._move_blocks(route, legs, here)
@@ -205,19 +208,24 @@ class Fetch(Transfer):
         return True
 
     def _published(self, source: Source) -> Published | None:
-        """The lease as one rank has it; None when it has not been published yet."""
+        """The lease as one rank has it; None when it has not been published yet.
+
+        What a GPU copies is verified while it does: see `_launch`.
+        """
         if source.peer.is_dead():
             raise PeerGone(f"the process of {source.peer.identity.name} has ended")
         if source.peer.table is None:
             raise InvalidTicket(f"{source.peer.identity.name} has no lease table")
-        return source.peer.table.published(self._ticket)
+        on_gpu = source.pairing is not None and self._cache.gates is not None
+        return source.peer.table.published(self._ticket, verified=not on_gpu)
 
     def _pair(self, source: Source, published: Published) -> Leg | None:
         """The leg of one rank where whole blocks are copied; None where it has to be planned."""
         if source.pairing is None:
             return None
         request = source.pairing.request(published.data, self._dst, tokens=self._ticket.tokens)
-        return None if request is None else Leg(source, _MAPPED, request=request, ending=self._ending(source))
+        ending = self._ending(source)
+        return None if request is None else Leg(source, _MAPPED, request=request, published=published, ending=ending)
 
     def _plan(self, source: Source, published: Published) -> Leg:
         """The leg of one rank in whatever way."""
@@ -310,6 +318,8 @@ class Fetch(Transfer):
         try:
             for leg in self._legs:
                 flights.append(leg.source.pairing.launch(leg.request, lanes.pop(), after=after, ending=leg.ending))
+            for leg in self._legs:  # blocks that exist, whatever they are: the record's digest can wait for the launch
+                leg.source.peer.table.verify(leg.published, self._ticket)
         except Exception as error:
             self.abort(as_kvxfer_error(error))
         of_device.give_back(lanes)  # those that are left

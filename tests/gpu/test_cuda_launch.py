@@ -14,6 +14,7 @@ import pytest
 
 import kvxfer
 from kvxfer import CacheLayout, Limits, TransferState, errors
+from kvxfer import ticket as tickets
 from kvxfer.cuda.native import CudaError, native
 from kvxfer.errors import MissingExtra
 from kvxfer.kernels import HostPairing, bases
@@ -217,6 +218,35 @@ def test_a_device_that_fails_ends_the_transfer_and_its_lane(two, when):
     two.assert_equal()
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_record_of_other_bytes_is_seen_though_its_blocks_were_copied(two, ended):
+    """The digest is compared while the device copies; the transfer fails whichever is done first."""
+    lease = two.prefill.publish()
+    other = tickets.Record.of(16 * BLOCKS, {"full": np.array(INTO, np.int32)}).encode()
+    table = two.prefill.connector._node.table
+    _, offset, nbytes = table._records[lease.ticket.slot]
+    assert nbytes == len(other)
+    table._memory[offset : offset + nbytes] = np.frombuffer(other, np.uint8)
+    real = two.device.enqueue_blocks
+
+    def enqueue(*arguments):
+        status = real(*arguments)
+        if ended:
+            lease.release()
+        return status
+
+    two.device.enqueue_blocks = enqueue
+    transfer = two.decode.fetch(lease)
+    assert two.device.launches == 1
+    error, message = (errors.LeaseExpired, "ended") if ended else (errors.BackendError, "not the one")
+    with pytest.raises(error, match=message):
+        transfer.wait(20)
+    two.device.enqueue_blocks = real
+    assert transfer.state is TransferState.FAILED
+    two.decode.fetch(two.prefill.publish()).wait(20)
+    two.assert_equal()
+
+
 def test_a_stream_that_waits_is_let_go_by_the_device(two):
     two.device.late = []
     transfer = two.decode.fetch(two.prefill.publish())
@@ -272,8 +302,7 @@ def test_several_ranks_are_one_transfer():
         stack.callback(decode.connector.close)
         for fails in (False, False, True, False):
             ticket = ranks[0].issue(halves[0], {"full": IDS}, tokens=16 * BLOCKS, cache="kv")
-            for cache in caches:
-                cache.publish({"full": IDS}, tokens=16 * BLOCKS, ticket=ticket)
+            leases = [cache.publish({"full": IDS}, tokens=16 * BLOCKS, ticket=ticket) for cache in caches]
             device.launches, real = 0, device.enqueue_blocks
             if fails:
                 device.enqueue_blocks = lambda *args, real=real: real(*args) or LAUNCH_FAILED * (device.launches == 2)
@@ -282,8 +311,11 @@ def test_several_ranks_are_one_transfer():
                 with pytest.raises(CudaError):
                     transfer.wait(20)
                 device.enqueue_blocks = real
+                for lease in leases:
+                    lease.release()
             else:
                 assert transfer.wait(20).peers == 2
+                assert all(lease.released.wait(10) for lease in leases)  # a slot is used again once every rank is done
             assert device.launches == 2
         for layer in whole.layers:
             rows = decode.rows(layer).reshape(BLOCKS, 2, 2, -1)  # block, K and V, head
