@@ -222,8 +222,8 @@ def main() -> None:
             results.append({"case": case, "backend": backend} | found)
             at = {name.removesuffix("_us"): f"{microseconds:.0f}" for name, microseconds in found.items()}
             print(
-                f"\n{backend}, {case}: done {at['done']} us ({at['low']} to {at['high']}), first byte {at['first_byte']}, "
-                f"call returned {at['returned']}, processor time of the thread {at['thread']}"
+                f"\n{backend}, {case}: done {at['done']} us ({at['low']} to {at['high']}), first byte "
+                f"{at['first_byte']}, call returned {at['returned']}, processor time of the thread {at['thread']}"
             )
     if args.json:
         timing.save(Path(args.json), timing.environment(), results)
