@@ -4,7 +4,7 @@ The order of `Fetch._attempt` is the protocol: find the engine, read the lease's
 plan everything, then move, then read every lease word once more. Only then is the transfer done. Unless the packed
 way is taken, no Python of the publisher has part in it.
 
-Imports node, match, moves, pull, plan, remote.
+Imports node, route, match, moves, pull, plan, remote.
 """
 
 from __future__ import annotations
@@ -16,31 +16,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from kvxfer.backends.base import Direction
-from kvxfer.control.messages import Release, Sources
+from kvxfer.control.messages import Release
 from kvxfer.errors import (
     BackendError,
     InvalidTicket,
     KvxferError,
-    NoCommonBackend,
     PeerGone,
     UnknownCache,
     as_kvxfer_error,
 )
-from kvxfer.formats import PackedJoin, PackedPlan, join_packed
-from kvxfer.kernels import PIECE_BYTES, HostPairing, PreparedPackedPlan, PreparedPlan
-from kvxfer.node import Node, new_transfer_id
+from kvxfer.formats import PackedPlan
+from kvxfer.kernels import PIECE_BYTES, PreparedPackedPlan, PreparedPlan
+from kvxfer.node import Node
 from kvxfer.peers.directory import Engine
-from kvxfer.peers.remote import Peer, Published, RemoteCache
+from kvxfer.peers.remote import Published
 from kvxfer.plan import TransferPlan, check_blocks
-from kvxfer.plan.request import CheckedLists, Request, pairing_of
+from kvxfer.plan.request import CheckedLists, Request
 from kvxfer.ticket import Ticket
 from kvxfer.transfers import moves
 from kvxfer.transfers.choice import Choice
-from kvxfer.transfers.match import best_way, check_fingerprints, choose_way, copies_of, why_not_mapped
+from kvxfer.transfers.match import choose_way, copies_of, why_not_mapped
 from kvxfer.transfers.pull import PullLeg
+from kvxfer.transfers.route import MAPPED, Route, Source, route_of
 from kvxfer.transfers.shelf import ShelfLeg, Shelved, look_on_shelf, unpack_mapped
 from kvxfer.transfers.transfer import Transfer
 
@@ -48,7 +46,7 @@ if TYPE_CHECKING:
     from kvxfer.cache import Cache
     from kvxfer.cuda import Event
     from kvxfer.cuda.lanes import Ending
-    from kvxfer.cuda.pairing import CudaPairing, Flight
+    from kvxfer.cuda.pairing import Flight
 
 _log = logging.getLogger(__name__)
 
@@ -58,28 +56,7 @@ _RETRY_SHARE = 0.125  # of the time waited so far: looking again costs little, a
 _HERE_BYTES = 256 << 10  # copied in host memory sooner than a mover thread wakes up and is waited for
 _WATCH_S = 1e-3
 _NAP_US = 50  # between two looks at a device that only a mover thread waits for
-_MAPPED = Choice("mapped", "")
 ANNOUNCEMENT_S = 1.0  # how long after its ticket a peer's newly registered cache may become known here
-
-
-@dataclass(slots=True)
-class Source:
-    """One rank that a fetch reads from, and what to tell it where several fill the cache together."""
-
-    peer: Peer
-    cache: RemoteCache
-    join: PackedJoin
-    together: Sources | None
-    pairing: HostPairing | CudaPairing | None  # of the mapped way, where it copies whole blocks
-
-
-@dataclass(slots=True)
-class Route:
-    """The ranks that together fill a cache. Kept with the engine, for every fetch between the two caches."""
-
-    sources: list[Source]
-    at_hand: bool  # whether every rank is mapped, down to its lease table: nothing has to be waited for
-    counted: dict[str, object]  # what the statistics of every fetch that goes so have in common
 
 
 @dataclass(slots=True)
@@ -225,7 +202,7 @@ class Fetch(Transfer):
             return None
         request = source.pairing.request(published.data, self._dst, tokens=self._ticket.tokens)
         ending = self._ending(source)
-        return None if request is None else Leg(source, _MAPPED, request=request, published=published, ending=ending)
+        return None if request is None else Leg(source, MAPPED, request=request, published=published, ending=ending)
 
     def _plan(self, source: Source, published: Published) -> Leg:
         """The leg of one rank in whatever way."""
@@ -515,70 +492,3 @@ def release(node: Node, engine: Engine, ticket: Ticket) -> None:
     """Tell every rank of the engine, within some milliseconds, that this rank is done with the lease. Any thread."""
     message = Release(slot=ticket.slot, lease=ticket.lease, reader=node.identity.rank, readers=node.ranks)
     node.progress.post_soon(lambda: node.directory.send_all(engine, message))
-
-
-def route_of(
-    engine: Engine, key: tuple, ticket: Ticket, cache: Cache, node: Node, wire: str, allow_missing: bool
-) -> Route:
-    """The ranks that together fill this rank's cache, joined. Kept with the engine under the key.
-
-    Raises InvalidTicket, FingerprintMismatch, LayoutMismatch.
-    """
-    holders = [peer for peer in engine.peers.values() if ticket.cache in peer.caches]
-    if not holders:
-        raise UnknownCache(f"no rank of engine {ticket.engine!r} has a cache {ticket.cache!r}")
-    caches = [peer.caches[ticket.cache] for peer in holders]
-    for remote in caches:
-        check_fingerprints(cache, remote, ticket)
-    first = node.identity.rank % len(caches)
-    layouts = tuple(remote.layout for remote in caches)
-    joins = join_packed(
-        layouts,
-        cache.layout,
-        wire,
-        first=first,
-        allow_missing=allow_missing,
-        src_scales=caches[0].scales,
-        dst_scales=cache.scales,
-    )
-    together = Sources(
-        key=new_transfer_id(), cache=ticket.cache, into_cache=cache.name, layouts=layouts, index=0, first=first
-    )
-    sources = [
-        Source(
-            holders[j.source],
-            caches[j.source],
-            j,
-            _for_index(together, j.source) if len(caches) > 1 else None,
-            _mapped_pairing(cache, caches[j.source], j, node),
-        )
-        for j in joins
-    ]
-    tables = [source.peer.table for source in sources if source.pairing is not None]
-    counted = {
-        "backend": "+".join(sorted({source.peer.backend for source in sources})),
-        "way": _MAPPED.way,
-        "wire": wire,
-        "peers": len(sources),
-        "missing": joins[0].missing if joins else (),
-    }
-    at_hand = len(tables) == len(sources) and all(table is not None and table.is_mapped for table in tables)
-    found = engine.joins[key] = Route(sources, at_hand, counted)
-    return found
-
-
-def _mapped_pairing(
-    cache: Cache, remote: RemoteCache, joined: PackedJoin, node: Node
-) -> HostPairing | CudaPairing | None:
-    """The blocks of two caches, where they go whole and the mapped way."""
-    pairing = pairing_of(joined.plain)
-    try:
-        if pairing is None or best_way(cache, remote, joined, node) != _MAPPED.way:
-            return None
-    except NoCommonBackend:  # said by the fetch, once it has found its lease
-        return None
-    return cache.prepare_pairing(pairing, remote.mapped_bases)
-
-
-def _for_index(together: Sources, index: int) -> Sources:
-    return msgspec.structs.replace(together, index=index)
