@@ -55,7 +55,7 @@ class Lane:
         self._stream = Stream(device=device, priority=_PRIORITY)
         self._words = PinnedMemory(_WORDS_BYTES, device=device)
         self._words.array[:] = 0
-        self._said = 0  # the value of the done word when everything enqueued so far is done
+        self.said = 0  # the value of the done word once everything enqueued so far is done
         self._idle = True
         self._tables: DeviceMemory | None = None
         self._pinned: PinnedMemory | None = None
@@ -149,14 +149,15 @@ class Lane:
         ending = ending or Ending()
         status = native().report(self.device, self._stream.address, *self._saying(ending))
         check(status, "launching the end of a transfer")
-        while not self.await_said(_DOZE_S):
+        while not self.await_said(self.said, _DOZE_S):
             pass
         self.take_down(ending)
 
-    def await_said(self, timeout_s: float, *, nap_us: int = 0) -> bool:
-        """Whether what was enqueued last is done, for which it waits up to so long: spins for a moment and then
-        sleeps, or with `nap_us` sleeps so long between looks. Any thread. Raises CudaError where it has failed."""
-        word, said, left_us = self._words.address + _DONE, self._said, int(timeout_s * 1e6)
+    def await_said(self, said: int, timeout_s: float, *, nap_us: int = 0) -> bool:
+        """Whether what was enqueued when `said` was that is done, for which it waits up to so long: spins for a moment
+        and then sleeps, or with `nap_us` sleeps so long between looks. Any thread, also one that comes when the lane is
+        used for something else. Raises CudaError where it has failed."""
+        word, left_us = self._words.address + _DONE, int(timeout_s * 1e6)
         if native().await_word(word, said, 0, 0):
             return True
         spin_us = 0 if nap_us else min(_SPIN_US, left_us)
@@ -185,9 +186,9 @@ class Lane:
         """What a report is told: the lease's word and where its value goes, a gate's word and value, and the word that
         says that this lane is done, with its next value."""
         words, gate = self._words.address, ending.gate
-        self._said = (self._said + 1) & 0xFFFFFFFF
+        self.said = (self.said + 1) & 0xFFFFFFFF
         opened = (gate.address, gate.value) if gate else (0, 0)
-        return ending.lease_word, words + _SEEN, *opened, words + _DONE, self._said
+        return ending.lease_word, words + _SEEN, *opened, words + _DONE, self.said
 
     def _grown(self, memory: DeviceMemory | None, nbytes: int) -> DeviceMemory:
         if memory is None or memory.nbytes < nbytes:

@@ -22,10 +22,10 @@ from kvxfer.plan.request import CheckedLists, Pairing, Request
 class Flight:
     """One request on its way, on a lane of its own."""
 
-    __slots__ = ("_ending", "_lane", "_lanes")
+    __slots__ = ("_ending", "_lane", "_lanes", "_said")
 
     def __init__(self, lanes: Lanes, lane: Lane, ending: Ending) -> None:
-        self._lanes, self._lane, self._ending = lanes, lane, ending
+        self._lanes, self._lane, self._ending, self._said = lanes, lane, ending, lane.said
 
     def has_landed(self, timeout_s: float, *, nap_us: int = 0) -> bool:
         """Whether the last byte is written, and what `ending` asks for is done; waits up to so long for it.
@@ -33,7 +33,7 @@ class Flight:
         Spins for a moment first, or with `nap_us` sleeps between looks. Any thread; holds no lock. Raises CudaError
         where the device has failed.
         """
-        return self._lane.await_said(timeout_s, nap_us=nap_us)
+        return self._lane.await_said(self._said, timeout_s, nap_us=nap_us)
 
     def end(self) -> None:
         """It has landed: take down what the device has read, and let another request have the lane."""

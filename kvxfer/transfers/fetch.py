@@ -76,11 +76,6 @@ class Leg:
         """mapped, direct or packed."""
         return self.choice.way
 
-    @property
-    def moves(self) -> Request | TransferPlan | PackedPlan:
-        """What knows how many bytes it moves."""
-        return self.plan.plan if self.request is None else self.request
-
 
 class Fetch(Transfer):
     """Leased blocks on their way into this process. Made by `Cache.fetch`."""
@@ -152,22 +147,21 @@ class Fetch(Transfer):
 
     def _follow(self, route: Route, *, here: bool = False) -> None:
         """Read the lease from every rank, and move what it says."""
-        legs = []
+        leases = []
         for source in route.sources:
             published = self._published(source)
             if published is None:
                 self._try_again("the lease to be published")
                 return
-            leg = self._pair(source, published)
-            if leg is None and here:  # a plan has to be made, which takes a while
-                self._hand_over(self._attempt)
-                return
-            if leg is None:
-                source.peer.table.verify(published, self._ticket)
-            legs.append(leg or self._plan(source, published))
-        if all(leg.request is not None for leg in legs):
+            leases.append((source, published))
+        legs = self._pairs(leases)
+        if legs is not None:
             self._move_blocks(route, legs, here)
             return
+        if here:  # planning takes a while
+            self._hand_over(self._attempt)
+            return
+        legs = [self._plan(source, published) for source, published in leases]
         if any(leg.way == "packed" for leg in legs) and not self._passed(self._after):
             return
         if not self.begin():
@@ -193,19 +187,28 @@ class Fetch(Transfer):
             raise PeerGone(f"the process of {source.peer.identity.name} has ended")
         if source.peer.table is None:
             raise InvalidTicket(f"{source.peer.identity.name} has no lease table")
-        on_gpu = source.pairing is not None and self._cache.gates is not None
-        return source.peer.table.published(self._ticket, verified=not on_gpu)
+        return source.peer.table.published(self._ticket, verified=not self._verifies_late(source))
 
-    def _pair(self, source: Source, published: Published) -> Leg | None:
-        """The leg of one rank where whole blocks are copied; None where it has to be planned."""
-        if source.pairing is None:
-            return None
-        request = source.pairing.request(published.data, self._dst, tokens=self._ticket.tokens)
-        ending = self._ending(source)
-        return None if request is None else Leg(source, MAPPED, request=request, published=published, ending=ending)
+    def _verifies_late(self, source: Source) -> bool:
+        """Whether what this rank's lease says is first copied, by a GPU, and then verified."""
+        return source.pairing is not None and self._cache.gates is not None
+
+    def _pairs(self, leases: list[tuple[Source, Published]]) -> list[Leg] | None:
+        """The legs where whole blocks are copied from every rank, the mapped way; else None."""
+        legs = []
+        for source, published in leases:
+            request = None
+            if source.pairing is not None:
+                request = source.pairing.request(published.data, self._dst, tokens=self._ticket.tokens)
+            if request is None:
+                return None
+            legs.append(Leg(source, MAPPED, request, published, ending=self._ending(source)))
+        return legs or None
 
     def _plan(self, source: Source, published: Published) -> Leg:
         """The leg of one rank in whatever way."""
+        if self._verifies_late(source):
+            source.peer.table.verify(published, self._ticket)
         ticket, dst_lists = self._ticket, self._cache.blocks.arrays(self._dst)
         lists = check_blocks(source.cache.layout, published.record.lists(), tokens=ticket.tokens, role="source")
 
@@ -351,7 +354,7 @@ class Fetch(Transfer):
     # --- every way ------------------------------------------------------------------------------------------
 
     def _count(self, legs: list[Leg]) -> None:
-        plans = [leg.moves for leg in legs]
+        plans = [leg.plan.plan for leg in legs]
         not_mapped = {why_not_mapped(self._cache, leg.source.cache, self._node) for leg in legs if leg.way != "mapped"}
         asked = any(leg.way == "packed" and leg.shelved is None for leg in legs)
         self.count(

@@ -281,11 +281,15 @@ def test_unequal_blocks_are_planned_on_a_mover_thread():
         assert device.launches == 2
 
 
-def test_several_ranks_are_one_transfer():
-    """Heads of two ranks, each with its own launch; one of them fails to launch, and nothing is left behind."""
+@pytest.mark.parametrize("orders", [("HND", "HND"), ("HND", "NHD")], ids="-".join)
+def test_several_ranks_are_one_transfer(orders):
+    """Heads of two ranks, each with its own launch; one of them fails to launch, and nothing is left behind.
+
+    Where one rank's heads have to be gathered token by token, all are planned.
+    """
     engine = {"engine": "prefill", "generation": 42, "ranks": 2}
-    halves = [paged(kv_heads=1, head_start=i, total_heads=2, order="HND") for i in range(2)]
-    whole = paged(order="HND")
+    halves = [paged(head_start=2 * i, total_heads=4, order=order) for i, order in enumerate(orders)]
+    whole = paged(kv_heads=4, order="HND")
     with stand_in.installed() as device, contextlib.ExitStack() as stack:
         ranks = [
             kvxfer.Connector(f"prefill-{i}", rank=i, backends=["cuda_ipc"], secret=SECRET, **engine) for i in range(2)
@@ -303,14 +307,15 @@ def test_several_ranks_are_one_transfer():
         for fails in (False, False, True, False):
             ticket = ranks[0].issue(halves[0], {"full": IDS}, tokens=16 * BLOCKS, cache="kv")
             leases = [cache.publish({"full": IDS}, tokens=16 * BLOCKS, ticket=ticket) for cache in caches]
-            device.launches, real = 0, device.enqueue_blocks
+            name = "enqueue_blocks" if orders[0] == orders[1] else "launch_moves"
+            device.launches, real = 0, getattr(device, name)
             if fails:
-                device.enqueue_blocks = lambda *args, real=real: real(*args) or LAUNCH_FAILED * (device.launches == 2)
+                setattr(device, name, lambda *args, real=real: real(*args) or LAUNCH_FAILED * (device.launches == 2))
             transfer = decode.cache.fetch(ticket, into={"full": INTO})
             if fails:
                 with pytest.raises(CudaError):
                     transfer.wait(20)
-                device.enqueue_blocks = real
+                setattr(device, name, real)
                 for lease in leases:
                     lease.release()
             else:
@@ -318,9 +323,11 @@ def test_several_ranks_are_one_transfer():
                 assert all(lease.released.wait(10) for lease in leases)  # a slot is used again once every rank is done
             assert device.launches == 2
         for layer in whole.layers:
-            rows = decode.rows(layer).reshape(BLOCKS, 2, 2, -1)  # block, K and V, head
-            for head, half in enumerate(arrays):
-                assert np.array_equal(rows[:, :, head], half[layer].get().reshape(BLOCKS, 2, -1)[::-1])
+            found = decode.rows(layer).reshape(BLOCKS, 2, 4, 16, -1)  # block, K and V, head, token
+            for i, (half, order) in enumerate(zip(arrays, orders, strict=True)):
+                there = half[layer].get().reshape(BLOCKS, 2, *((2, 16) if order == "HND" else (16, 2)), -1)
+                there = there if order == "HND" else there.swapaxes(2, 3)
+                assert np.array_equal(found[:, :, 2 * i : 2 * i + 2], there[::-1])
 
 
 def test_tables_of_many_blocks_are_copied_to_the_device():
