@@ -4,8 +4,11 @@ request of whole blocks is made of. Needs the extension, and no GPU."""
 from __future__ import annotations
 
 import asyncio
+import collections
+import concurrent.futures
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -268,6 +271,75 @@ def test_what_is_wrong_is_said_as_ever(two):
     two.decode.fetch(lease).wait(20)
     with pytest.raises(errors.InvalidTicket, match="used here before"):
         two.decode.fetch(lease)
+
+
+def test_any_order_of_launches_looks_and_ends(two):
+    """Threads that fetch, wait, poll, cancel and run out of time, over a device that takes its time: transfers end in a
+    way that fits, every block of one that succeeded is there, and every lane comes back."""
+    stop, ended = threading.Event(), []
+    queue: collections.deque = collections.deque()
+    made, real = two.lanes._made, two.device.enqueue_blocks
+
+    def enqueue(pairing, request, device, stream, max_sms, pinned, tables, events, report):
+        queue.append(lambda: two.device._real.walk_blocks(pairing, request, stand_in.SMS, pinned, tables, report))
+        return 0
+
+    def run_device() -> None:
+        rng = np.random.default_rng(0)
+        while not stop.is_set() or queue:
+            for _ in range(len(queue)):
+                queue.rotate(int(rng.integers(0, 4)))  # lanes are streams: none waits for another
+                assert queue.popleft()() == 0
+            time.sleep(float(rng.choice([0, 0.0002, 0.002])))
+
+    def fetch_some(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        block = seed  # of this thread alone
+        for _ in range(40):
+            lease = two.prefill.publish([block])
+            transfer = two.decode.fetch(lease, [block], timeout_s=float(rng.choice([0.0005, 20, 20, 20])))
+            how = rng.integers(0, 6)
+            if how == 0:
+                transfer.cancel()
+            elif how == 1:
+                transfer.add_done_callback(lambda _: None)
+            elif how == 2:
+                lease.release()
+            elif how == 3:
+                with contextlib.suppress(errors.DeadlineExceeded):
+                    transfer.wait(0.0003)
+            if how < 3:
+                until(transfer.done, timeout_s=60, what="the end")
+            else:
+                with contextlib.suppress(errors.KvxferError):
+                    transfer.wait(60)
+            assert transfer.done()
+            ended.append(transfer)
+            if transfer.state is TransferState.DONE:
+                for layer in ("layers.0", "layers.1"):
+                    assert np.array_equal(two.decode.rows(layer)[block], two.prefill.rows(layer)[block])
+                    two.decode.arrays[layer].bytes.reshape(BLOCKS, -1)[block] = 0
+            else:
+                assert isinstance(
+                    transfer.exception(), (errors.Cancelled, errors.DeadlineExceeded, errors.LeaseExpired)
+                )
+            lease.release()
+
+    two.device.enqueue_blocks = enqueue
+    device = threading.Thread(target=run_device)
+    device.start()
+    with concurrent.futures.ThreadPoolExecutor(10) as pool:
+        running = [pool.submit(fetch_some, seed) for seed in range(10)]
+        for one in running:
+            one.result(120)
+    stop.set()
+    device.join(20)
+    two.device.enqueue_blocks = real
+    assert len(ended) == 400 and {t.state for t in ended} >= {TransferState.DONE, TransferState.CANCELLED}
+    until(lambda: len(two.lanes._free) == two.lanes._made, what="every lane given back")
+    assert two.lanes._made == made and not two.decode.connector._node.active
+    two.decode.fetch(two.prefill.publish()).wait(20)
+    two.assert_equal()
 
 
 def test_unequal_blocks_are_planned_on_a_mover_thread():
