@@ -89,6 +89,12 @@ class Lane:
         if status:
             check(status, f"launching a transfer on device {self.device}")
 
+    def has_room(self, nbytes: int, copies: int) -> bool:
+        """Whether tables of so many bytes and copies fit into what the lane has."""
+        pinned = 0 if self._pinned is None else self._pinned.nbytes
+        on_device = 0 if self._tables is None else self._tables.nbytes
+        return nbytes <= (pinned if copies <= _IN_PLACE_COPIES else min(pinned, on_device))
+
     def _room_for(self, nbytes: int, copies: int) -> int:
         """Have pinned memory for tables, which takes the place of earlier ones.
 

@@ -69,6 +69,10 @@ class CudaPairing:
         request = self._pairing.request(record, dst, tokens=tokens)
         return None if request is None or request.nbytes > PIECE_BYTES else request
 
+    def has_room(self, request: Request, lane: Lane) -> bool:
+        """Whether the lane has memory for the tables of a request."""
+        return lane.has_room(self._native.table_bytes(request.table), request.copies)
+
     def launch(self, request: Request, lane: Lane, *, after: Sequence[int], ending: Ending) -> Flight:
         """Enqueue a request on a lane that was taken, behind the events `after` (CUDA's handles).
 

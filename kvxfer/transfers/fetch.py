@@ -255,7 +255,9 @@ class Fetch(Transfer):
         copies = sum(leg.request.copies for leg in legs)
         self.count(bytes=nbytes, wire_bytes=nbytes, copies=copies, **route.counted)
         if self._cache.gates is not None:
-            if not self._launch(spare=here):
+            if not here:
+                self._launch()
+            elif not self._launch(spare=True):
                 self._hand_over(self._launch)
         elif here and nbytes > _HERE_BYTES:
             self._hand_over(self._copy_blocks)
@@ -264,7 +266,8 @@ class Fetch(Transfer):
 
     def _copy_blocks(self) -> None:
         if not self.begin():
-            self._let_go()
+            if self.done():
+                self._let_go()
             return
         self._moving = 1
         if self.hold():
@@ -279,16 +282,23 @@ class Fetch(Transfer):
                 self.leg_moved()
 
     def _launch(self, *, spare: bool = False) -> bool:
-        """Have the device copy, and see later that it has. False where no lane is free: with `spare`, which leaves
-        lanes to the mover threads, nothing is done then; without, a mover thread comes back to it."""
+        """Have the device copy, and see later that it has. False where no lane can be had at once.
+
+        With `spare` lanes are left to the mover threads, and none has to grow, which may wait for the device. Without,
+        a mover thread comes back to it when a lane has been given back.
+        """
         of_device = self._legs[0].source.pairing.lanes
         again = None if spare else lambda: self._hand_over(self._launch)
         lanes = of_device.take(len(self._legs), spare=spare, otherwise=again)
         if lanes is None:
             return False
+        if spare and not all(leg.source.pairing.has_room(leg.request, lane) for leg in self._legs for lane in lanes):
+            of_device.give_back(lanes)
+            return False
         if not self.begin() or not self.hold():
             of_device.give_back(lanes)
-            self._let_go()
+            if self.done():
+                self._let_go()
             return True
         self._moving = 1
         if len(self._legs) == 1:

@@ -158,6 +158,52 @@ def test_more_fetches_at_once_than_lanes(two):
     until(lambda: len(two.lanes._free) == free, what="every lane given back, and none made")
 
 
+@pytest.mark.parametrize("early", [False, True], ids=["published", "published later"])
+def test_a_transfer_that_waits_for_a_lane_is_launched_once_and_judged(two, early):
+    """Lanes are given back one by one; leases that end meanwhile are not confirmed."""
+    two.device.late = []
+    made, issue, leases, fetches = two.lanes._made, two.prefill.connector.issue, [], []
+    for block in range(BLOCKS):
+        ticket = issue(paged(), {"full": [block]}, tokens=16, cache="kv") if early else None
+        if early:
+            fetches.append(two.decode.cache.fetch(ticket, into={"full": [block]}))
+        leases.append(two.prefill.publish([block], ticket=ticket))
+        if not early:
+            fetches.append(two.decode.fetch(leases[-1], [block]))
+    until(lambda: two.device.launches == made and len(two.lanes._waiting) == BLOCKS - made, what="all in line")
+    for lease in leases[::2]:
+        lease.release()
+    two.device.catch_up()
+    for number, transfer in enumerate(fetches):
+        if number % 2:
+            assert transfer.wait(20).way == "mapped"
+        else:
+            with pytest.raises(errors.LeaseExpired):
+                transfer.wait(20)
+    assert two.device.launches == BLOCKS and not two.lanes._waiting
+
+
+def test_a_lane_grows_on_a_mover_thread():
+    """Which may have to wait for the device, as the caller must not."""
+    blocks = 200_000
+    layout = paged(num_blocks=blocks, kv_heads=1, head_dim=1, block_tokens=1)
+    with stand_in.installed() as device, contextlib.ExitStack() as stack:
+        prefill, decode = Side("prefill", layout, 1), Side("decode", layout, None)
+        for side in (prefill, decode):
+            stack.callback(side.connector.close)
+        ids = {"full": np.arange(blocks, dtype=np.int32)}
+        threads, real = [], device.enqueue_blocks
+        device.enqueue_blocks = lambda *args: threads.append(threading.current_thread()) or real(*args)
+        for count in (blocks, blocks):
+            lease = prefill.cache.publish({"full": ids["full"][:count]}, tokens=count)
+            transfer = decode.cache.fetch(bytes(lease.ticket), into={"full": ids["full"][:count]})
+            until(transfer.done, what="the end")
+            assert transfer.result().copies == 2 * count
+        grown, again = threads
+        assert grown is not threading.main_thread() and again is threading.main_thread()
+        assert np.array_equal(decode.arrays["layers.1"].get(), prefill.arrays["layers.1"].get())
+
+
 @pytest.mark.parametrize("how", ["deadline", "cancelled", "closed"])
 def test_a_transfer_does_not_end_before_the_device_has(two, how):
     two.device.late = []
