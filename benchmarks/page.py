@@ -216,7 +216,7 @@ def host() -> str:
         + tables.markdown(
             ["whole fetch, us: before / now", "first byte", "done, p50", "processor time", "quartiles now"], whole
         )
-        + f"\n\nBefore: commit {earlier['commit']}, in the same run. {_where(environment)}"
+        + f"\n\nBefore: commit {earlier['commit']}. {_where(environment)}"
     )
 
 
