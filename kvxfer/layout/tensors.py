@@ -79,7 +79,7 @@ def layout_from_tensors(
         regions=tuple(regions),
         records=tuple(records.values()),
         groups=tuple(built),
-        fingerprint=dict(fingerprint or {}),
+        fingerprint={} if fingerprint is None else fingerprint,
     )
 
 

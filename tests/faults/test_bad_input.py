@@ -49,7 +49,7 @@ PUBLISH_ARGUMENTS = {
     "block beyond the end": ({"blocks": {"full": [1, 64]}}, errors.InvalidBlocks, "0 to 63, got 64"),
     "too few blocks": ({"tokens": 33}, errors.InvalidBlocks, "33 tokens need the last 3 blocks of 3, got a list of 2"),
     "too many blocks": ({"tokens": 16}, errors.InvalidBlocks, "16 tokens lie in 1 blocks, got a list of 2"),
-    "negative tokens": ({"tokens": -1}, errors.InvalidRequest, "tokens must be an integer of 0 or more, got -1"),
+    "negative tokens": ({"tokens": -1}, errors.InvalidRequest, "tokens must be an integer from 0 to .*, got -1"),
     "tokens that are no integer": ({"tokens": 1.5}, errors.InvalidRequest, "tokens must be an integer"),
     "no time to live": ({"ttl_s": 0}, errors.InvalidRequest, "of seconds over 0 and at most 3600"),
     "too much time to live": ({"ttl_s": 1e9}, errors.InvalidRequest, "max_ttl_s"),
