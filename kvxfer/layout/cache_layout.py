@@ -20,7 +20,7 @@ import msgspec
 
 from kvxfer.errors import InvalidLayout
 from kvxfer.layout.coverage import MAX_BLOCKS, check_group, check_record
-from kvxfer.layout.typed import Typed, count
+from kvxfer.layout.typed import Typed, integer
 
 if TYPE_CHECKING:
     from kvxfer.layout.tensors import TensorGroup
@@ -294,7 +294,7 @@ class CacheLayout(Typed, frozen=True, kw_only=True, omit_defaults=True):
         """
         if isinstance(layers, str) or not isinstance(layers, Iterable):
             raise InvalidLayout(f"layers must be a sequence of names, got {layers!r:.80}")
-        layers, num_blocks = tuple(layers), count("num_blocks", num_blocks, least=1)
+        layers, num_blocks = tuple(layers), integer("num_blocks", num_blocks, least=1)
         record = attention_record(
             block_tokens=block_tokens,
             kv_heads=kv_heads,
@@ -361,8 +361,8 @@ def attention_record(
         raise InvalidLayout(f"unknown dtype {dtype!r}; known are {', '.join(DTYPE_BYTES)}")
     if order not in ("NHD", "HND"):
         raise InvalidLayout(f"order must be 'NHD' or 'HND', got {order!r}")
-    block_tokens, kv_heads = count("block_tokens", block_tokens, least=1), count("kv_heads", kv_heads, least=1)
-    row = count("head_dim", head_dim, least=1) * DTYPE_BYTES[dtype]
+    block_tokens, kv_heads = integer("block_tokens", block_tokens, least=1), integer("kv_heads", kv_heads, least=1)
+    row = integer("head_dim", head_dim, least=1) * DTYPE_BYTES[dtype]
     entry_stride, head_stride = (kv_heads * row, row) if order == "NHD" else (row, block_tokens * row)
     half = block_tokens * kv_heads * row
     planes = tuple(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvxfer.errors import InvalidLayout
 from kvxfer.layout.cache_layout import DTYPE_BYTES, Padding, Plane, Record
-from kvxfer.layout.typed import count
+from kvxfer.layout.typed import integer
 
 
 class Field(NamedTuple):
@@ -48,7 +48,7 @@ def paged_record(
     """
     if order not in ("NHD", "HND"):
         raise InvalidLayout(f"order must be 'NHD' or 'HND', got {order!r}")
-    entries, heads = count("entries", entries, least=1), count("heads", heads, least=1)
+    entries, heads = integer("entries", entries, least=1), integer("heads", heads, least=1)
     planes = []
     position = 0
     for section in sections:

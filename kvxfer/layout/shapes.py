@@ -18,9 +18,9 @@ _BYTES = ("uint8", "int8", "byte")
 def check_arrays(layout: CacheLayout, arrays: Iterable[tuple[str, str, int, tuple[int, ...]]]) -> None:
     """InvalidLayout unless each C-contiguous array fits its region. `arrays`: region, dtype's name, itemsize, shape.
 
-    The dtype is one of the region's planes', or an integer of its size: bits. The shape's axes are axes of the layout
-    (blocks, keys and values, tokens, heads, ...), of which neighbours may be one. An array of one axis is plain
-    storage. Sizes are the caller's to compare.
+    The dtype is one of the region's planes', or of the size of one where either is an integer: bits. The shape's axes
+    are axes of the layout (blocks, keys and values, tokens, heads, ...), of which neighbours may be one. An array of
+    one axis is plain storage. Sizes are the caller's to compare.
     """
     records = {record.tag: record for record in layout.records}
     pieces: dict[str, list[tuple[Group, Slice, Record]]] = {region.name: [] for region in layout.regions}
@@ -39,13 +39,18 @@ def _check_dtype(region: str, dtype: str, itemsize: int, records: list[Record]) 
     expected = {plane.dtype for record in records for plane in record.planes}
     if not all(record.planes for record in records) or not expected <= DTYPE_BYTES.keys() or dtype in expected:
         return
-    if dtype.removeprefix("u").startswith("int") and itemsize in {DTYPE_BYTES[name] for name in expected}:
+    bits = {DTYPE_BYTES[name] for name in expected if _is_integer(dtype) or _is_integer(name)}
+    if itemsize in bits:
         return
     names = ", ".join(f"{name} ({DTYPE_BYTES[name]} bytes an element)" for name in sorted(expected))
     raise InvalidLayout(
         f"region {region!r}: the layout's planes hold {names}, the array {dtype} ({itemsize} bytes an element); "
         "register an array of that dtype, or a view of its bytes (uint8)"
     )
+
+
+def _is_integer(dtype: str) -> bool:
+    return dtype.removeprefix("u").startswith("int")
 
 
 def _check_shape(
@@ -65,7 +70,7 @@ def _check_shape(
         )
         raise InvalidLayout(
             f"region {region!r}: axis {axis} of the array's shape {shape} has a stride of {stride} bytes, and nothing "
-            f"in the layout has; it says {counts}, with strides of {sorted(known)[-8:]} bytes inside"
+            f"in the layout has; it says {counts}, with strides of {sorted(known - {0})[-8:]} bytes inside"
         )
 
 

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvxfer.errors import InvalidLayout
+from kvxfer import checks
+from kvxfer.errors import InvalidLayout, InvalidRequest
 from kvxfer.layout.cache_layout import CacheLayout, Group, GroupKind, Padding, Plane, Record, Region, Slice
 from kvxfer.layout.coverage import plane_atoms, slabs
+from kvxfer.layout.typed import integer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,17 @@ class TensorGroup:
     compression_ratio: int = 0
     padding: str = ""
 
+    def __post_init__(self) -> None:
+        try:
+            checks.text("axes", self.axes)
+            if self.content is not None:
+                checks.instance("content", self.content, Mapping)
+        except InvalidRequest as error:
+            raise InvalidLayout(str(error)) from error
+        if self.content is not None:
+            counts = {name: integer(f"content[{name!r:.80}]", elements) for name, elements in self.content.items()}
+            object.__setattr__(self, "content", counts)
+
 
 def layout_from_tensors(
     tensors: Mapping[str, Any],
@@ -60,13 +73,16 @@ def layout_from_tensors(
     """
     if not tensors:
         raise InvalidLayout("from_tensors needs at least one tensor")
-    specs = {"full": groups or TensorGroup()} if groups is None or isinstance(groups, TensorGroup) else dict(groups)
+    if groups is None or isinstance(groups, TensorGroup):
+        groups = {"full": groups or TensorGroup()}
+    if not isinstance(groups, Mapping) or not all(isinstance(spec, TensorGroup) for spec in groups.values()):
+        raise InvalidLayout(f"groups must be a TensorGroup, or a mapping from names to them; got {groups!r:.80}")
     arrays = {name: _array(name, tensor) for name, tensor in tensors.items()}
     regions = _regions(arrays)
     records: dict[str, Record] = {}
     built = []
     used: set[str] = set()
-    for name, spec in specs.items():
+    for name, spec in groups.items():
         layers = list(arrays) if spec.layers is None else list(spec.layers)
         absent = [layer for layer in layers if layer not in arrays]
         if absent or not layers:
@@ -74,7 +90,8 @@ def layout_from_tensors(
         used.update(layers)
         built.append(_group(name, spec, {layer: arrays[layer] for layer in layers}, regions, records))
     if arrays.keys() - used:
-        raise InvalidLayout(f"tensors {sorted(arrays.keys() - used)} are in no group; add them, or do not pass them")
+        unused = sorted(arrays.keys() - used, key=str)
+        raise InvalidLayout(f"tensors {unused} are in no group; add them, or do not pass them")
     return CacheLayout(
         regions=tuple(regions),
         records=tuple(records.values()),

@@ -35,7 +35,7 @@ class Typed(msgspec.Struct, frozen=True, kw_only=True):
                 msgspec.structs.force_setattr(self, name, value)
 
 
-def count(name: str, value: object, *, least: int = 0) -> int:
+def integer(name: str, value: object, *, least: int = 0) -> int:
     """An integer from `least` on, as an int. Raises InvalidLayout."""
     try:
         return checks.integer(name, value, least, _MAX_INTEGER)
