@@ -20,7 +20,7 @@ from kvxfer.backends.discovery import start_backends
 from kvxfer.cache import AnyTicket, Cache, check_ttl, sign_ticket
 from kvxfer.control import auth
 from kvxfer.control.messages import Description, Identity, Renew, Role, nbytes_of
-from kvxfer.errors import InvalidRequest, NoCommonBackend
+from kvxfer.errors import InvalidRequest, KvxferError, NoCommonBackend
 from kvxfer.extras import need
 from kvxfer.layout import CacheLayout
 from kvxfer.metrics import Metrics
@@ -313,7 +313,7 @@ class Connector:
             lambda: node.directory.look_up(
                 parsed,
                 lambda engine: release(node, engine, parsed),
-                lambda error: _log.warning("the lease of %r was not released: %s", parsed.request_id, error),
+                lambda error: self._not_reached(parsed, "released", error),
             )
         )
 
@@ -331,9 +331,13 @@ class Connector:
             lambda: node.directory.look_up(
                 parsed,
                 lambda engine: node.directory.send_all(engine, message),
-                lambda error: _log.warning("the lease of %r was not renewed: %s", parsed.request_id, error),
+                lambda error: self._not_reached(parsed, "renewed", error),
             )
         )
+
+    def _not_reached(self, ticket: Ticket, what: str, error: KvxferError) -> None:
+        level = logging.DEBUG if self._node.closed else logging.WARNING  # to a connector that closes it is no news
+        _log.log(level, "the lease of %r was not %s: %s", ticket.request_id, what, error)
 
     # --- life -----------------------------------------------------------------------------------------------
 
