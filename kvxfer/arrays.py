@@ -45,7 +45,8 @@ def span_of(name: str, array: Any) -> Span:
         shape, itemsize = tuple(interface["shape"]), np.dtype(interface["typestr"]).itemsize
         nbytes = int(np.prod(shape, dtype=np.int64)) * itemsize
         device, writable = f"cuda:{getattr(array.device, 'id', 0)}", not interface["data"][1]
-        dtype = np.dtype(getattr(array, "dtype", interface["typestr"])).name
+        held = getattr(array, "dtype", None)
+        dtype = held.name if isinstance(held, np.dtype) else np.dtype(interface["typestr"]).name
     else:
         raise InvalidRequest(
             f"region {name!r}: expected a NumPy array, a torch tensor or a CuPy array, got {type(array).__name__}"

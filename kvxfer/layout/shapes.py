@@ -39,8 +39,7 @@ def _check_dtype(region: str, dtype: str, itemsize: int, records: list[Record]) 
     expected = {plane.dtype for record in records for plane in record.planes}
     if not all(record.planes for record in records) or not expected <= DTYPE_BYTES.keys() or dtype in expected:
         return
-    bits = {DTYPE_BYTES[name] for name in expected if _is_integer(dtype) or _is_integer(name)}
-    if itemsize in bits:
+    if itemsize in {DTYPE_BYTES[name] for name in expected if _is_bits(dtype) or _is_bits(name)}:
         return
     names = ", ".join(f"{name} ({DTYPE_BYTES[name]} bytes an element)" for name in sorted(expected))
     raise InvalidLayout(
@@ -49,8 +48,8 @@ def _check_dtype(region: str, dtype: str, itemsize: int, records: list[Record]) 
     )
 
 
-def _is_integer(dtype: str) -> bool:
-    return dtype.removeprefix("u").startswith("int")
+def _is_bits(dtype: str) -> bool:
+    return dtype.startswith(("int", "uint", "void"))
 
 
 def _check_shape(

@@ -25,14 +25,23 @@ class Typed(msgspec.Struct, frozen=True, kw_only=True):
     """Root of what a layout consists of. InvalidLayout where a field is of another type than declared."""
 
     def __post_init__(self) -> None:
-        for name, convert in _fields_of(type(self)):
+        for name, kind, convert in _fields_of(type(self)):
             given = getattr(self, name)
+            if type(given) is kind and _is_plain(given):
+                continue
             try:
                 value = convert(f"{type(self).__name__}.{name}", given)
             except InvalidRequest as error:
                 raise InvalidLayout(str(error)) from error
             if value is not given:
                 msgspec.structs.force_setattr(self, name, value)
+
+
+def _is_plain(value: object) -> bool:
+    """Whether an int or a str needs no closer look: most do not."""
+    if type(value) is int:
+        return 0 <= value <= _MAX_INTEGER
+    return type(value) is str and value.isascii() and len(value) <= _MAX_TEXT
 
 
 def integer(name: str, value: object, *, least: int = 0) -> int:
@@ -58,9 +67,9 @@ Convert = Callable[[str, object], object]
 
 
 @functools.cache
-def _fields_of(kind: type[Typed]) -> tuple[tuple[str, Convert], ...]:
+def _fields_of(kind: type[Typed]) -> tuple[tuple[str, object, Convert], ...]:
     hints = typing.get_type_hints(kind)
-    return tuple((name, _converter(hints[name])) for name in kind.__struct_fields__)
+    return tuple((name, hints[name], _converter(hints[name])) for name in kind.__struct_fields__)
 
 
 def _converter(kind: object) -> Convert:

@@ -32,6 +32,7 @@ def check(layout, shape, dtype="float16", itemsize=None):
     [
         ("float16", "float16", 2),
         ("float16", "int16", 2),  # bits
+        ("bfloat16", "void16", 2),
         ("bfloat16", "bfloat16", 2),
         ("bfloat16", "uint16", 2),
         ("float32", "float32", 4),
