@@ -26,10 +26,11 @@ class TensorGroup:
 
     `axes` names each dimension of an array: ``B`` block, ``N`` token, ``H`` head, ``2`` keys and values,
     ``C`` content (elements of one token and head). Strides come from the arrays, so ``B2NHC`` covers every
-    order of bytes. `content` splits C into named planes by element counts; without it C is ``k`` and ``v`` in
-    halves where there are heads and no axis 2, else one ``latent``. With `record` (for all layers, or per
-    layer) the bytes of a block follow that record and only ``B`` is read from the axes. `padding` names the
-    bytes of a block that nothing claims; left out, such bytes are an error.
+    order of bytes in which the tokens of a block lie together (no B inside of N). `content` splits C into named
+    planes by element counts; without it C is ``k`` and ``v`` in halves where there are heads and no axis 2, else
+    one ``latent``. With `record` (for all layers, or per layer) the bytes of a block follow that record and only
+    ``B`` is read from the axes. `padding` names the bytes of a block that nothing claims; left out, such bytes
+    are an error.
     """
 
     layers: Sequence[str] | None = None  # None: every tensor
@@ -280,6 +281,11 @@ def _read_axes(layer: str, spec: TensorGroup, array: _Array) -> _Axes:
     strides = dict(zip(axes, array.strides, strict=True))
     if counts.get("2", 2) != 2:
         raise InvalidLayout(f"tensor {layer!r}: axis 2 of {spec.axes!r} has {counts['2']} entries, not keys and values")
+    if "N" in axes and counts["N"] > 1 and counts["B"] > 1 and strides["N"] > strides["B"]:
+        raise InvalidLayout(
+            f"tensor {layer!r}: axes {spec.axes!r} of shape {array.shape} have the next block nearer than the next "
+            "token; a block's tokens must lie together"
+        )
     if "C" in axes and counts["C"] > 1 and strides["C"] != array.itemsize:
         raise InvalidLayout(f"tensor {layer!r}: content must be contiguous, its stride is {strides['C']} bytes")
     return _Axes(counts, strides)
@@ -303,8 +309,9 @@ def _from_axes(layer: str, spec: TensorGroup, array: _Array, axes: _Axes) -> lis
     if not heads_apart:
         inner.append((heads, strides.get("H", 0)))
     half_bytes = sum((n - 1) * stride for n, stride in inner) + content
-    rows_end = max([n * stride for n, stride in inner] + [half_bytes])
-    halves_apart = "2" in counts and (strides["2"] > rows_end or heads_apart)
+    rows_end = max([n * stride for n, stride in inner if n > 1] + [half_bytes])
+    inside_rows = tokens > 1 and strides.get("2", 0) < strides["N"]
+    halves_apart = "2" in counts and (strides["2"] > rows_end or (heads_apart and not inside_rows))
     pieces = []
     for half in range(2) if halves_apart else (None,):
         for head in range(heads) if heads_apart else (None,):
