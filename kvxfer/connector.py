@@ -296,10 +296,17 @@ class Connector:
         return ticket
 
     def retire(self, ticket: AnyTicket) -> None:
-        """Every rank's lease of an issued ticket has ended: its slot may be used again. Idempotent."""
-        parsed = tickets.parse(ticket, self._node.secret)
-        if (parsed.engine, parsed.generation) == (self._node.identity.engine, self._node.identity.generation):
-            self._node.numbers.give_back(parsed.slot, parsed.lease)
+        """Every rank's lease of an issued ticket has ended: its slot may be used again. Idempotent.
+
+        Raises InvalidTicket, and InvalidRequest while this process holds the lease itself.
+        """
+        node = self._node
+        parsed = tickets.parse(ticket, node.secret)
+        if (parsed.engine, parsed.generation) != (node.identity.engine, node.identity.generation):
+            return
+        if node.holds(parsed):
+            raise InvalidRequest(f"the lease of request {parsed.request_id!r} is live in this process: release it")
+        node.numbers.give_back(parsed.slot, parsed.lease)
 
     def release(self, ticket: AnyTicket) -> None:
         """Tell the publisher that this rank will not fetch, or not again: a request was aborted, say.

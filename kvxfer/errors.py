@@ -142,7 +142,7 @@ class SharedMemoryFull(ResourceExhausted):
     """The system has no room for a shared-memory segment."""
 
 
-def as_kvxfer_error(error: Exception) -> KvxferError:
+def as_kvxfer_error(error: BaseException) -> KvxferError:
     """The error itself, or a BackendError that carries it: a bug, but whoever waits must learn of it."""
     if isinstance(error, KvxferError):
         return error

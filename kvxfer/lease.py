@@ -77,12 +77,18 @@ class Lease:
         self._node.end_lease(self, LeaseState.RELEASED)
 
     def renew(self, ttl_s: float) -> None:
-        """Let it run for `ttl_s` seconds from now. Does nothing to a lease that has ended."""
-        self.deadline = time.monotonic() + checks.seconds("ttl_s", ttl_s)
+        """Let it run for `ttl_s` seconds from now, be that more or less than it had left; `Limits.max_ttl_s` at most.
+
+        Does nothing to a lease that has ended. From any thread. Raises InvalidRequest.
+        """
+        self.deadline = time.monotonic() + min(checks.seconds("ttl_s", ttl_s), self._node.limits.max_ttl_s)
+        self._node.watch_deadline(self.deadline)
 
     def add_done_callback(self, callback: Callable[[Lease], None]) -> None:
         """Call ``callback(lease)`` on the connector's progress thread once the blocks may be reused, also when it has
         ended already. While the connector closes, it is called on the thread that closes it."""
+        if not callable(callback):
+            raise InvalidRequest(f"a callback must be callable, got {type(callback).__name__}")
         with self._lock:
             if self.state is LeaseState.LIVE:
                 self._callbacks.append(callback)

@@ -149,8 +149,13 @@ class Node:
         self.closed = False
         self._pid = os.getpid()
         self.kernels = Kernels(max_sms=limits.max_sms)
+        try:
+            self.progress = ProgressThread(identity.name)
+        except KvxferError:
+            for backend in backends.values():
+                backend.close()
+            raise
         self.pool = MoverPool(identity.name, limits.mover_threads)
-        self.progress = ProgressThread(identity.name)
         self.directory = Directory(
             self.progress,
             self.backends,
@@ -196,9 +201,13 @@ class Node:
 
         self.progress.call(run)
         done.wait()
-        if isinstance(outcome[0], BaseException):
-            raise outcome[0]
-        return outcome[0]
+        result = outcome.pop()
+        if isinstance(result, BaseException):
+            try:
+                raise result
+            finally:
+                del result  # else it keeps this frame, which keeps it
+        return result
 
     def _open_channel(self, listen: str, advertise: str | None) -> None:
         self.channel = self.directory.channel = Channel(
@@ -363,8 +372,12 @@ class Node:
         if isinstance(promise, Lease):
             if (ticket.slot, ticket.lease) in self._early_releases:
                 self.progress.post(lambda: self._apply_early_releases(promise))
-            if promise.deadline < self._expiry_due:
-                self.progress.post(self._expire_leases)
+            self.watch_deadline(promise.deadline)
+
+    def watch_deadline(self, deadline: float) -> None:
+        """Have leases looked at when the earliest one of them ends, which `deadline` may have become. Any thread."""
+        if deadline < self._expiry_due:
+            self.progress.post(self._expire_leases)
 
     def withdraw(self, promise: Lease | Reservation) -> bool:
         """Change the table's word and forget the promise: its blocks are about to be given back. Any thread.
@@ -393,6 +406,11 @@ class Node:
         """Withdraw a lease, then tell whoever waits for its blocks. Any thread; idempotent."""
         if self.withdraw(lease):
             lease.finish(state)
+
+    def holds(self, ticket: Ticket) -> bool:
+        """Whether a lease or reservation of this process lies under the ticket. Any thread."""
+        promise = self.promises.get(ticket.slot)
+        return promise is not None and promise.ticket.lease == ticket.lease
 
     @property
     def leases(self) -> list[Lease]:
@@ -441,7 +459,7 @@ class Node:
         if lease is None:
             self.foreign_releases += 1
         elif message.ttl_s > 0:
-            lease.renew(min(message.ttl_s, self.limits.max_ttl_s))
+            lease.renew(message.ttl_s)
 
     def _connected(self, peer: Peer) -> None:
         peer.costs = self.costs

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 
 import zmq
 
-from kvxfer.errors import Closed
+from kvxfer.errors import Closed, ResourceExhausted
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class ProgressThread:
     """One thread that polls sockets, runs posted calls, and fires timers, in that order.
 
     Timers come last on purpose: messages that have arrived are handled before a lease is allowed to run out.
-    An exception in a call is logged and ends that call only.
+    An exception in a call, of whatever kind, is logged and ends that call only.
     """
 
     def __init__(self, name: str) -> None:
@@ -67,6 +67,7 @@ class ProgressThread:
         self._awaited: list[tuple[Callable[[], bool], Callable[[BaseException | None], None]]] = []
         self._pause_s = _FIRST_PAUSE_S
         self._poller = zmq.Poller()
+        need_descriptors(1)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._closing = False
@@ -183,7 +184,7 @@ class ProgressThread:
                 if not poll():
                     self._awaited.append((poll, then))
                     continue
-            except Exception as failure:
+            except BaseException as failure:  # see _guarded
                 error = failure
             self._pause_s = _FIRST_PAUSE_S
             _guarded(lambda then=then, error=error: then(error))
@@ -209,13 +210,12 @@ class Job:
         self._lock = threading.Lock()
 
     def run(self) -> bool:
-        """Run it here unless another thread has claimed it; returns whether it ran here."""
+        """Run it here unless another thread has claimed it; returns whether it ran here, raises what it raises."""
         with self._lock:
             call, self._call = self._call, None
-        if call is None:
-            return False
-        _guarded(call)
-        return True
+        if call is not None:
+            call()
+        return call is not None
 
 
 class MoverPool:
@@ -287,7 +287,7 @@ class MoverPool:
                     self._ready.wait()
                     self._idle -= 1
                 job = self._jobs.popleft()
-            job.run()
+            _guarded(job.run)
 
 
 @contextmanager
@@ -304,8 +304,24 @@ def waiting_for_a_peer() -> Iterator[None]:
         pool.come_back()
 
 
+def need_descriptors(count: int) -> None:
+    """Raise ResourceExhausted where this process can open fewer files than that: libzmq aborts the process instead."""
+    opened: list[int] = []
+    try:
+        for _ in range(count):
+            opened.append(os.eventfd(0, os.EFD_CLOEXEC))
+    except OSError as error:
+        raise ResourceExhausted(
+            f"too few file descriptors are left ({error.strerror}): a connector needs {count} or more now, and some "
+            "for each peer later; raise the limit (ulimit -n), or close what is not needed"
+        ) from None
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
 def _guarded(call: Callable[[], None]) -> None:
     try:
         call()
-    except Exception:  # one faulty call must not stop the thread that serves everyone
+    except BaseException:  # one faulty call, or a callback's sys.exit(), must not stop the thread that serves everyone
         _log.exception("unexpected error in %r", call)

@@ -45,21 +45,23 @@ def _start_all(
     entries: dict[str, importlib.metadata.EntryPoint], loopback: bool
 ) -> tuple[dict[str, Backend], dict[str, str]]:
     started: dict[str, Backend] = {}
-    errors: dict[str, KvxferError] = {}
+    left_out: dict[str, str] = {}
+    full: ResourceExhausted | None = None
     for name in [name for name in PREFERENCE if name in entries] + sorted(entries.keys() - set(PREFERENCE)):
         try:
             if loopback and _load(entries[name]).capabilities.cross_host:
                 raise BackendError("left out: this connector listens on loopback only, so no peer is on another host")
             started[name] = _start(entries, name)
         except KvxferError as error:
-            errors[name] = error
+            left_out[name] = str(error)
+            if isinstance(error, ResourceExhausted) and full is None:
+                full = error.with_traceback(None)  # whose frames would keep the caller's arrays
+    if not started and full is not None:
+        raise full
     if not started:
-        for error in errors.values():
-            if isinstance(error, ResourceExhausted):
-                raise error
-        reasons = "".join(f"\n  - {name}: {error}" for name, error in errors.items())
+        reasons = "".join(f"\n  - {name}: {reason}" for name, reason in left_out.items())
         raise NoCommonBackend(f"no backend could be started:{reasons}")
-    return started, {name: str(error) for name, error in errors.items()}
+    return started, left_out
 
 
 def _start(entries: dict[str, importlib.metadata.EntryPoint], name: str) -> Backend:

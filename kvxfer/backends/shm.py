@@ -48,9 +48,11 @@ class SharedMemoryBackend(Backend):
     def __init__(self) -> None:
         """Raises SharedMemoryFull when not even one page is left."""
         self._allocated: dict[int, Segment] = {}
-        self._identity = Segment(_NONCE_BYTES)
         self._nonce = np.frombuffer(secrets.token_bytes(_NONCE_BYTES), np.uint8).copy()
-        self._identity.mapping.array()[:_NONCE_BYTES] = self._nonce
+        identity = Segment(_NONCE_BYTES)
+        identity.mapping.array()[:_NONCE_BYTES] = self._nonce
+        self._identity = identity.name
+        self._allocated[identity.mapping.address] = identity
 
     def register(self, address: int, nbytes: int, device: str = "cpu") -> Registration:
         found = find_segment(address, nbytes)
@@ -76,7 +78,7 @@ class SharedMemoryBackend(Backend):
         return msgspec.msgpack.encode(
             _Hello(
                 pid=os.getpid(),
-                segment=self._identity.name,
+                segment=self._identity,
                 nonce_address=self._nonce.ctypes.data,
                 nonce=self._nonce.tobytes(),
             )
@@ -89,7 +91,6 @@ class SharedMemoryBackend(Backend):
         for segment in self._allocated.values():
             segment.close()
         self._allocated.clear()
-        self._identity.close()
 
 
 class _SharedMemoryLink(Link):

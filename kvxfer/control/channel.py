@@ -25,8 +25,15 @@ import zmq
 
 from kvxfer.control import auth, messages
 from kvxfer.control.messages import Bye, Hello, Identity, Message, Ping, Refused, Welcome
-from kvxfer.errors import AuthenticationError, InvalidRequest, KvxferError, PeerGone, ProtocolMismatch
-from kvxfer.progress import ProgressThread, Timer
+from kvxfer.errors import (
+    AuthenticationError,
+    InvalidRequest,
+    KvxferError,
+    PeerGone,
+    ProtocolMismatch,
+    ResourceExhausted,
+)
+from kvxfer.progress import ProgressThread, Timer, need_descriptors
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +44,8 @@ _NO_SESSION = bytes(16)
 _MAX_UNCONFIRMED = 256
 _MAX_ENDED = 1024  # sessions whose last messages may still be under way
 _MAX_REASON = 1000
+_DESCRIPTORS = 16  # that must be free when a channel is opened, libzmq's threads and the listening socket counted in
+_DESCRIPTORS_OF_A_SOCKET = 4
 _MAX_PER_TURN = 512  # messages taken from one socket before the others get their turn
 
 
@@ -131,6 +140,7 @@ class Channel:
         self._key = auth.derive(secret, "kvxfer channel")
         self._max_bytes = max_message_bytes
         self._heartbeat_s, self._peer_timeout_s = heartbeat_s, peer_timeout_s
+        need_descriptors(_DESCRIPTORS)
         self._context = zmq.Context()
         self._router: zmq.Socket | None = None
         # By id and by who sends: a connector that dials itself holds both ends of a session.
@@ -144,7 +154,7 @@ class Channel:
     # --- opening and closing --------------------------------------------------------------------------------
 
     def listen(self, endpoint: str) -> str:
-        """Bind the ROUTER; returns the endpoint with the real port. Raises InvalidRequest."""
+        """Bind the ROUTER; returns the endpoint with the real port. Raises InvalidRequest, ResourceExhausted."""
         self._router = self._socket(zmq.ROUTER, endpoint)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
@@ -163,7 +173,11 @@ class Channel:
         failed: Callable[[KvxferError], None],
     ) -> None:
         """Open a session; one of the two calls is made, once."""
-        socket = self._socket(zmq.DEALER, endpoint)
+        try:
+            socket = self._socket(zmq.DEALER, endpoint)
+        except ResourceExhausted as error:
+            failed(error)
+            return
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:
@@ -383,6 +397,7 @@ class Channel:
         self._heart = self._progress.call_later(self._heartbeat_s / 2, self._beat) if self._sessions else None
 
     def _socket(self, kind: int, endpoint: str) -> zmq.Socket:
+        need_descriptors(_DESCRIPTORS_OF_A_SOCKET)
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 200)
         socket.setsockopt(zmq.IPV6, int(not _is_ipv4(endpoint)))

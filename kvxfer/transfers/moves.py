@@ -90,6 +90,9 @@ def move_direct(
         except Exception as error:
             then(False, as_kvxfer_error(error))
             return
+        except BaseException as interrupt:  # of the thread that waits, and meanwhile moves the bytes
+            then(False, as_kvxfer_error(interrupt))
+            raise
         then(True, None)
 
     def moved(piece: np.ndarray, error: KvxferError | None) -> None:

@@ -63,8 +63,13 @@ def pack_ahead(node: Node, cache: Cache, lease: Lease, joined: PackedJoin, after
     `after`: the blocks hold their bytes once this event has passed.
     """
     counts = {name: len(ids) for name, ids in lease.lists.items()}
-    prepared = cache.prepare_packed(joined.plan(lease.lists, counts, tokens=lease.ticket.tokens))
-    loan = node.ring("shelf").borrow_now(HEADER_BYTES + prepared.plan.wire_bytes)
+    try:
+        prepared = cache.prepare_packed(joined.plan(lease.lists, counts, tokens=lease.ticket.tokens))
+        loan = node.ring("shelf").borrow_now(HEADER_BYTES + prepared.plan.wire_bytes)
+    except KvxferError as error:  # a shelf that is larger than /dev/shm, say: the lease is as good without
+        node.packed_ahead["failed"] += 1
+        _log.warning("request %r is not packed ahead: %s", lease.ticket.request_id, error)
+        return
     if loan is None:
         node.packed_ahead["no room"] += 1
     else:

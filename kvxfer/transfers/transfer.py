@@ -284,13 +284,16 @@ class Transfer:
         self._endings.append(call)
 
     def attempt(self, call: Callable[[], None]) -> None:
-        """Run a step of the transfer; what it raises ends the transfer."""
+        """Run a step of the transfer; what it raises ends the transfer, and an interrupt goes on to who waits."""
         try:
             call()
         except Exception as error:
             if not isinstance(error, KvxferError):
                 _log.exception("unexpected error in %r", self)
             self.abort(as_kvxfer_error(error))
+        except BaseException as interrupt:
+            self.abort(as_kvxfer_error(interrupt))
+            raise
 
     def runs_as(self, job: Job, *, short: bool) -> None:
         """The job that a waiting thread may run itself; one that is not short would outlast a short wait."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -118,3 +122,58 @@ def test_connectors_refuse_arguments_of_the_wrong_kind(options: dict) -> None:
 def test_shared_memory_of_impossible_shapes(shape: object) -> None:
     with pytest.raises(errors.InvalidRequest):
         kvxfer.shared_empty(shape)
+
+
+def test_a_shelf_that_cannot_be_had_costs_the_lease_nothing() -> None:
+    with kvxfer.Connector("huge", secret=SECRET, limits=kvxfer.Limits(shelf_bytes=1 << 44)) as connector:
+        cache = connector.register(make_arrays(LAYOUT, "private", 1), LAYOUT)
+        lease = cache.publish({"full": [1, 2]}, tokens=8, pack_ahead="raw")
+        assert lease.state is kvxfer.LeaseState.LIVE
+        assert connector.metrics.packed_ahead_total == {"failed": 1}
+
+
+def test_a_closed_connector_and_its_caches_need_no_garbage_collector() -> None:
+    def used_and_closed() -> weakref.ref:
+        with kvxfer.Connector("brief", secret=SECRET) as connector:
+            cache = connector.register(make_arrays(LAYOUT, "shared", 1), LAYOUT)
+            return weakref.ref(cache)
+
+    used_and_closed()
+    gc.collect()
+    gc.disable()
+    try:
+        assert used_and_closed()() is None
+    finally:
+        gc.enable()
+
+
+FEW_DESCRIPTORS = """
+import os, resource, threading, time
+import kvxfer
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd")) - 1
+
+kvxfer.Connector("warm").close()
+used = descriptors()
+for more in range(28):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + more, 4096))
+    try:
+        kvxfer.Connector("short of descriptors").close()
+        print("opened")
+    except kvxfer.errors.ResourceExhausted:
+        print("refused")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+    until = time.monotonic() + 20
+    while descriptors() > used:
+        assert time.monotonic() < until, (more, used, descriptors())
+assert threading.active_count() == 1, threading.enumerate()
+"""
+
+
+def test_without_file_descriptors_a_connector_is_refused_and_the_process_lives() -> None:
+    ended = subprocess.run([sys.executable, "-c", FEW_DESCRIPTORS], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    outcomes = ended.stdout.split()
+    assert outcomes[0] == "refused"
+    assert outcomes[-1] == "opened"

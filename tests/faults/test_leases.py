@@ -7,10 +7,10 @@ import time
 
 import numpy as np
 import pytest
-from processes import SIZES, until
+from processes import SIZES, SLACK_S, until
 
 from kvxfer import LeaseState, TransferState
-from kvxfer.errors import Cancelled, DeadlineExceeded, InvalidTicket, LeaseExpired, LeaseTableFull
+from kvxfer.errors import Cancelled, DeadlineExceeded, InvalidRequest, InvalidTicket, LeaseExpired, LeaseTableFull
 
 WAYS = ("mapped", "direct", "packed")
 QUICK = {"heartbeat_s": 0.2, "peer_timeout_s": 1.0, "dial_timeout_s": 2.0}
@@ -208,6 +208,35 @@ def test_leases_published_and_ended_from_many_threads_all_end(here):
         thread.join()
     assert all(lease.released.wait(2) for lease in ended)
     until(lambda: prefill.connector.metrics.leases == prefill.connector.metrics.lease_slots_in_use == 0)
+
+
+@pytest.mark.parametrize("ttl_s", [0.2, 1000.0])
+def test_a_renewed_lease_ends_when_the_renewal_says_but_within_the_limit(here, ttl_s):
+    prefill = here("prefill", limits={"max_ttl_s": 1.0})
+    lease = prefill.cache.publish({"full": [1]}, tokens=16, ttl_s=0.9)
+    started = time.monotonic()
+    lease.renew(ttl_s)
+    assert lease.released.wait(1.0 + SLACK_S)
+    assert lease.state is LeaseState.EXPIRED
+    assert (time.monotonic() - started >= 1.0) == (ttl_s > 1.0)
+
+
+def test_a_shorter_renewal_is_honoured(here):
+    prefill = here("prefill")
+    lease = prefill.cache.publish({"full": [1]}, tokens=16, ttl_s=600)
+    lease.renew(0.1)
+    assert lease.released.wait(10)
+
+
+def test_the_ticket_of_a_live_lease_is_not_retired(here):
+    prefill = here("prefill")
+    lease = prefill.cache.publish({"full": [1]}, tokens=16)
+    with pytest.raises(InvalidRequest, match="release it"):
+        prefill.connector.retire(lease.ticket)
+    for block in range(2, 12):
+        prefill.cache.publish({"full": [block]}, tokens=16).release()
+    lease.release()
+    prefill.connector.retire(lease.ticket)
 
 
 def test_closing_the_publisher_ends_its_leases_and_fails_fetches(start, here):

@@ -11,7 +11,8 @@ import pytest
 from processes import SIZES, SLACK_S, until
 
 from kvxfer import KvxferError, TransferState
-from kvxfer.errors import Cancelled, Closed, DeadlineExceeded, InvalidRequest, InvalidTicket, PeerGone
+from kvxfer.errors import BackendError, Cancelled, Closed, DeadlineExceeded, InvalidRequest, InvalidTicket, PeerGone
+from kvxfer.transfers.transfer import Transfer
 
 WAYS = ("mapped", "direct", "packed")
 MANY = list(range(SIZES["large"]["num_blocks"]))
@@ -72,6 +73,43 @@ def test_callbacks_run_on_the_progress_thread_also_when_added_after_the_end(star
     fetch.add_done_callback(callback)
     until(lambda: len(ran) == 2)
     assert ran == [("kvxfer-progress-decode", fetch)] * 2
+
+
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_whatever_a_callback_raises_the_thread_goes_on(start, here, error):
+    prefill, decode = start("prefill", fill=1), here("decode")
+    called = threading.Event()
+
+    def raises(_: object) -> None:
+        called.set()
+        raise error("by a test")
+
+    fetch = decode.cache.fetch(prefill.publish([1]), into={"full": [1]})
+    fetch.add_done_callback(raises)
+    assert called.wait(10)
+    lease = decode.cache.publish({"full": [2]}, tokens=16, ttl_s=0.1)
+    lease.add_done_callback(raises)
+    assert lease.released.wait(10)
+    assert decode.fetch_now(prefill.publish([3]), [3]) == "mapped"
+
+
+@pytest.mark.parametrize("way", ["mapped", "direct"])
+def test_an_interrupt_in_mid_transfer_ends_it_and_goes_on_to_who_waits(start, here, monkeypatch, way):
+    prefill, decode = start("prefill", fill=1, **options(way)), here("decode", **options(way))
+    assert decode.fetch_now(prefill.publish([0])) == way
+
+    def interrupt(self: Transfer, nbytes: int) -> None:
+        raise KeyboardInterrupt
+
+    for _ in range(20):  # a mover thread may be faster than the one that waits
+        fetch = decode.cache.fetch(prefill.publish([1]), into={"full": [1]}, timeout_s=60)
+        with monkeypatch.context() as patched, pytest.raises((KeyboardInterrupt, BackendError)):
+            patched.setattr(Transfer, "advance", interrupt)
+            fetch.wait()
+        until(fetch.done)
+        assert isinstance(fetch.exception(), BackendError)
+        assert decode.connector.metrics.transfers == 0
+    assert decode.fetch_now(prefill.publish([3]), [3]) == way
 
 
 def test_waiting_in_a_callback_is_refused_and_the_thread_goes_on(start, here):
