@@ -18,14 +18,14 @@ pytestmark = pytest.mark.timeout(60)
 LAYERS = {"small": 2, "large": 60}
 
 
-def layout_of(layers: int) -> CacheLayout:
+def layout_of(layers: int, **heads: int) -> CacheLayout:
     return CacheLayout.paged(
         layers=[f"model.layers.{i}.self_attn" for i in range(layers)],
         num_blocks=2,
         block_tokens=1,
-        kv_heads=1,
         head_dim=8,
         dtype="float16",
+        **({"kv_heads": 1} | heads),
     )
 
 
@@ -37,8 +37,8 @@ def arrays_of(layout: CacheLayout) -> dict[str, np.ndarray]:
 def open_connector(nothing_left):
     opened = []
 
-    def open_connector(name: str, **limits: object) -> Connector:
-        opened.append(Connector(name, secret=SECRET, limits=Limits(**limits)))
+    def open_connector(name: str, *, limits: dict | None = None, **options: object) -> Connector:
+        opened.append(Connector(name, secret=SECRET, limits=Limits(**(limits or {})), **options))
         return opened[-1]
 
     yield open_connector
@@ -52,7 +52,7 @@ def size_of(connector: Connector) -> int:
 
 
 def test_a_cache_whose_description_is_over_the_limit_is_refused_when_it_is_registered(open_connector):
-    connector = open_connector("prefill", max_message_bytes=8192)
+    connector = open_connector("prefill", limits={"max_message_bytes": 8192})
     layouts = {name: layout_of(layers) for name, layers in LAYERS.items()}
     with pytest.raises(errors.InvalidRequest, match=r"take \d+ bytes .* max_message_bytes is 8192: raise it on both"):
         connector.register(arrays_of(layouts["large"]), layouts["large"])
@@ -70,14 +70,14 @@ def test_what_a_description_becomes_with_a_shelf_is_counted(open_connector):
     until(lambda: ("shelf", "cpu") in probe._node.rings)
     needed = size_of(probe)
     with pytest.raises(errors.InvalidRequest, match="max_message_bytes"):
-        open_connector("tight", max_message_bytes=needed - 1).register(arrays_of(layout), layout)
+        open_connector("tight", limits={"max_message_bytes": needed - 1}).register(arrays_of(layout), layout)
 
 
 def test_members_that_do_not_fit_a_message_are_refused(open_connector):
     members = {rank: f"tcp://10.0.0.{rank % 250}:5600" for rank in range(1000)}
     with pytest.raises(errors.InvalidRequest, match=r"members take .* max_message_bytes is 4096"):
         Connector("scheduler", secret=SECRET, members=members, limits=Limits(max_message_bytes=4096))
-    connector = open_connector("scheduler", max_message_bytes=4096)
+    connector = open_connector("scheduler", limits={"max_message_bytes": 4096})
     with pytest.raises(errors.InvalidRequest, match=r"members take .* max_message_bytes is 4096"):
         connector.set_members(members)
 
@@ -92,8 +92,8 @@ def test_unequal_limits_end_the_fetch_at_once_with_sizes_and_side(open_connector
         nbytes[name] = size_of(probe)
     limit = int(0.7 * nbytes[larger])  # less than the larger has, more than the other
     assert limit > min(nbytes.values()) + 2000
-    limits = {name: 4 * limit if name == larger else limit for name in layouts}
-    prefill, decode = (open_connector(name, max_message_bytes=limits[name]) for name in ("prefill", "decode"))
+    limits = {name: {"max_message_bytes": 4 * limit if name == larger else limit} for name in layouts}
+    prefill, decode = (open_connector(name, limits=limits[name]) for name in ("prefill", "decode"))
     source, into = (c.register(arrays_of(layouts[c.name]), layouts[c.name]) for c in (prefill, decode))
     smaller = "decode" if larger == "prefill" else "prefill"
     fetch = into.fetch(source.publish({"full": [1]}, tokens=1).ticket, into={"full": [0]}, allow_missing=True)
@@ -108,8 +108,8 @@ def test_unequal_limits_end_the_fetch_at_once_with_sizes_and_side(open_connector
 def test_a_peer_that_is_told_nothing_it_can_take_says_so_before_the_fetch_runs_out(open_connector):
     """Frames of more than twice the limit never arrive: the transport cuts the connection."""
     layout = layout_of(LAYERS["large"])
-    decode = open_connector("decode", dial_timeout_s=1.0)
-    prefill = open_connector("prefill", max_message_bytes=2048)
+    decode = open_connector("decode", limits={"dial_timeout_s": 1.0})
+    prefill = open_connector("prefill", limits={"max_message_bytes": 2048})
     small = layout_of(1)
     ticket = prefill.register(arrays_of(small), small).publish({"full": [1]}, tokens=1).ticket
     into = decode.register(arrays_of(layout), layout)
@@ -117,6 +117,29 @@ def test_a_peer_that_is_told_nothing_it_can_take_says_so_before_the_fetch_runs_o
     fetch = into.fetch(ticket, into={"full": [0]}, allow_missing=True, timeout_s=40)
     with pytest.raises(errors.DeadlineExceeded, match=r"prefill at tcp://.* has not said what it has within 1 s"):
         fetch.wait(30)
+
+
+def test_layouts_of_ranks_that_are_too_much_together_end_the_fetch_at_once(open_connector):
+    """Each of them fits a message; a packed fetch from several tells every rank of all."""
+    shares = [layout_of(40, kv_heads=2, head_start=2 * rank, total_heads=4) for rank in range(2)]
+    probe = open_connector("probe")
+    probe.register(arrays_of(shares[0]), shares[0])
+    limit = size_of(probe) + 1024
+    assert limit < 2 * len(msgspec.msgpack.encode(shares[0]))
+    engine = {"engine": "e", "generation": 1, "limits": {"max_message_bytes": limit}}
+    ranks = [open_connector(f"rank-{rank}", rank=rank, ranks=2, **engine) for rank in range(2)]
+    scheduler = open_connector("scheduler", **engine)
+    scheduler.set_members({rank: connector.endpoint for rank, connector in enumerate(ranks)})
+    caches = [c.register(arrays_of(share), share) for c, share in zip(ranks, shares, strict=True)]
+    ticket = scheduler.issue(shares[0], {"full": [1]}, tokens=1)
+    for cache in caches:
+        cache.publish({"full": [1]}, tokens=1, ticket=ticket)
+    whole = layout_of(40, kv_heads=4)
+    decode = open_connector("decode", ways=("packed",), limits={"max_message_bytes": limit})
+    into = decode.register(arrays_of(whole), whole)
+    with pytest.raises(errors.InvalidRequest, match=rf"over the limit of {limit}; raise max_message_bytes"):
+        into.fetch(ticket, into={"full": [0]}).wait(20)
+    until(lambda: decode.metrics.staging_lent_bytes == 0, what="staging given back")
 
 
 def nonsense(reply: bool) -> messages.Description:
@@ -222,7 +245,7 @@ def test_closing_connectors_in_any_order_warns_of_nothing(here, caplog):
 def test_a_description_that_stays_unusable_is_warned_of(open_connector, caplog):
     """The publisher cannot reach the reader's memory: nobody there waits for it, so its log says so."""
     layout = layout_of(2)
-    prefill, decode = open_connector("prefill", heartbeat_s=0.2), open_connector("decode")
+    prefill, decode = open_connector("prefill", limits={"heartbeat_s": 0.2}), open_connector("decode")
     source, into = (c.register(arrays_of(layout), layout) for c in (prefill, decode))
 
     def lying(reply: bool) -> messages.Description:
