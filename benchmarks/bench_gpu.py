@@ -35,9 +35,13 @@ from bench_cuda_ipc import on_gpu
 
 import kvxfer
 from kvxfer import CacheLayout, Limits, cuda
+from kvxfer.cuda.lanes import Ending, Lanes
+from kvxfer.cuda.pairing import CudaPairing
 from kvxfer.layout import Group, Plane, Record, Region, Slice
 from kvxfer.models import layout_for
 from kvxfer.plan import check_blocks, join
+from kvxfer.plan.request import BlockTable, pairing_of
+from kvxfer.ticket import Record as LeaseRecord
 
 MODEL = "deepseek-ai/DeepSeek-V4.1-Flash"
 LAYERS = 64  # of the caches that `fetch` moves: a block is a piece in each
@@ -79,6 +83,7 @@ class Bench:
         self.secret = secrets.token_bytes(32)
         self.peer = bench_shm.Prefill(self.secret, gpu="1")
         self._names = iter(range(1 << 30))
+        self._host: list[tuple[float, float, float]] = []  # seconds of each fetch of a series; see _host_part
 
     # --- whole fetches --------------------------------------------------------------------------------------
 
@@ -110,15 +115,26 @@ class Bench:
                 tickets = collections.deque(peer.ask("publish", name, lists[0], count, tokens)[0])
                 stats: list[kvxfer.TransferStats] = []
 
-                def fetch(_: None, many=many, tickets=tickets, stats=stats) -> None:
+                self._host = host = []
+
+                def fetch(_: None, many=many, tickets=tickets, stats=stats, host=host) -> None:
+                    began, worked = time.perf_counter(), time.thread_time()
                     under_way = [
                         cache.fetch(tickets.popleft(), into=lists[1], wire=wire, timeout_s=60) for _ in range(many)
                     ]
+                    returned = time.perf_counter()
                     stats[:] = [transfer.wait() for transfer in under_way]
+                    host.append((returned - began, time.thread_time() - worked, stats[0].posted_s))
                     assert stats[0].way == way, stats[0]
 
                 result = timing.measure(fetch, [None], calls=calls, warm_up=warm_up)
                 yield many, result, stats[0]
+
+    def _host_part(self) -> dict[str, float]:
+        """Of the last series, medians: until the calls had returned, the processor time of the thread that fetched
+        (spinning for the device included), and until the first byte of the first fetch."""
+        names = ("returned_us", "thread_us", "posted_us")
+        return {name: 1e6 * float(np.median(v)) for name, v in zip(names, zip(*self._host, strict=True), strict=True)}
 
     def fetch(self) -> Rows:
         """Scattered blocks of a cache of many layers, and the same bytes in one layer."""
@@ -137,8 +153,7 @@ class Bench:
                         "layers": layers,
                         "max_sms": sms,
                         "at_once": many,
-                        "posted_us": stats.posted_s * 1e6,
-                    } | _rate(many * stats.bytes, result)
+                    } | self._host_part() | _rate(many * stats.bytes, result)
                     _tidy()
 
     def model(self) -> Rows:
@@ -147,7 +162,8 @@ class Bench:
         layout, lists = request(tokens)
         for sms in SMS:
             for _, result, stats in self.fetches(layout, lists, tokens, max_sms=sms, calls=self.calls):
-                yield {"what": "model", "tokens": tokens, "max_sms": sms} | _rate(stats.bytes, result)
+                row = {"what": "model", "tokens": tokens, "max_sms": sms} | self._host_part()
+                yield row | _rate(stats.bytes, result)
             _tidy()
 
     def latency(self) -> Rows:
@@ -159,7 +175,7 @@ class Bench:
                 "low_us": result.low_s * 1e6,
                 "high_us": result.high_s * 1e6,
                 "best_us": result.best_s * 1e6,
-            }
+            } | self._host_part()
 
     def packed(self) -> Rows:
         """bf16 blocks that cross in another format, packed by one end and unpacked by the other."""
@@ -239,30 +255,30 @@ class Bench:
                         yield row | _rate(plan.nbytes, result)
 
     def post(self) -> Rows:
-        """From block lists to an enqueued kernel: checks, plan, tables, upload, launch."""
-        stream = cuda.Stream(device=0)
-        memory = [cuda.DeviceMemory(2 * 4096 * POST_PIECES, device=0) for _ in range(2)]
-        pinned, tables = cuda.PinnedMemory(8 << 20), cuda.DeviceMemory(8 << 20, device=0)
+        """From a lease's record and block lists to an enqueued kernel: checks, pairs of blocks, tables, launch."""
+        lanes, flights = Lanes(0), []
+        lanes.warm(1)
+        memory = [cuda.DeviceMemory(4096 * POST_PIECES, device=0) for _ in range(2)]
         for layers in (1, 100):
             blocks = POST_PIECES // layers
-            layout = layered(4096, blocks, layers)
-            (joined,) = join([layout], layout)
+            layout, tokens = layered(4096, blocks, layers), 16 * blocks
             ids = [{"full": np.random.default_rng(s).permutation(blocks).astype(np.int32)} for s in (1, 2)]
-            bases = [
-                np.uint64(m.address) + np.arange(layers, dtype=np.uint64) * np.uint64(4096 * blocks) for m in memory
-            ]
+            record = LeaseRecord.of(tokens, check_blocks(layout, ids[0], tokens=tokens, role="source")).encode()
+            starts = np.arange(layers, dtype=np.uint64) * np.uint64(4096 * blocks)
+            bases = [np.uint64(m.address) + starts for m in memory]
+            table, (joined,) = BlockTable(layout), join([layout], layout)
+            pairing = CudaPairing(pairing_of(joined), lanes, *bases, max_sms=16)
 
-            def enqueue(layout=layout, joined=joined, ids=ids, bases=bases, tokens=16 * blocks) -> None:
-                src = check_blocks(layout, ids[0], tokens=tokens, role="source")
-                dst = check_blocks(layout, ids[1], tokens=tokens, role="destination")
-                plan = joined.plan_checked(src, dst, tokens=tokens)
-                prepared = cuda.PreparedCudaPlan(plan, device=0, src_bases=bases[0], dst_bases=bases[1])
-                prepared.upload(stream=stream.address, memory=tables.address, pinned=pinned.array)
-                prepared.copy(list(plan.chunks(1 << 30)), stream=stream.address, max_sms=16)
+            def enqueue(table=table, pairing=pairing, record=record, into=ids[1], tokens=tokens) -> None:
+                dst = table.check(into, tokens=tokens, role="destination")
+                found = pairing.request(record, dst, tokens=tokens)
+                flights.append(pairing.launch(found, *lanes.take(1), after=(), ending=Ending()))
 
             def clock(call: Callable[[], Any]) -> float:
                 seconds = timing.host_clock(call)
-                stream.synchronise()
+                while not flights[-1].has_landed(1.0):
+                    pass
+                flights.pop().end()
                 return seconds
 
             result = timing.measure(lambda _, e=enqueue: e(), [None], calls=30, clock=clock)

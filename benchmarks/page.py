@@ -185,6 +185,41 @@ def gpu() -> str:
     )
 
 
+def host() -> str:
+    """What a fetch costs the host, and what it had cost before whole blocks had a short way."""
+    environment, now = load("host.json")
+    earlier, before = load("host_before.json")
+
+    def both(key: str, **wanted: str) -> str:
+        found = [next(r[key] for r in rows if all(r.get(k) == v for k, v in wanted.items())) for rows in (before, now)]
+        return " / ".join(f"{microseconds:.0f}" for microseconds in found)
+
+    cases = [row["case"] for row in now if "steps" in row]
+    steps = {row["case"]: row["steps"] for row in now if "steps" in row}
+    old_steps = {row["case"]: row["steps"] for row in before if "steps" in row}
+    body = [
+        [name, *(f"{old_steps[case][name]:.0f} / {steps[case][name]:.0f}" for case in cases)]
+        for name in steps[cases[0]]
+    ]
+    whole = [
+        [
+            f"{'host memory' if row['backend'] == 'shm' else 'between GPUs, without them'}, {row['case']}",
+            *(both(key, case=row["case"], backend=row["backend"]) for key in ("first_byte_us", "done_us", "thread_us")),
+            f"{row['low_us']:.0f} to {row['high_us']:.0f}",
+        ]
+        for row in now
+        if "backend" in row
+    ]
+    return (
+        tables.markdown(["step, us: before / now", *cases], body)
+        + "\n\n"
+        + tables.markdown(
+            ["whole fetch, us: before / now", "first byte", "done, p50", "processor time", "quartiles now"], whole
+        )
+        + f"\n\nBefore: commit {earlier['commit']}. {_where(environment)}"
+    )
+
+
 def _reached(found: float | None, goal: float, unit: str) -> str:
     if found is None:
         return "not measured"
@@ -207,6 +242,7 @@ def _where(environment: dict) -> str:
 def main() -> None:
     made = {
         "gpu": gpu,
+        "host": host,
         "shm": shm,
         "nixl": lambda: nixl("nixl.json"),
         "nixl-tcp": lambda: nixl("nixl_tcp.json"),

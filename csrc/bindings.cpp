@@ -2,6 +2,7 @@
 // that the plan has checked already and knows no array library.
 #include <nanobind/nanobind.h>
 
+#include "bindings.h"
 #include "cpu/block_ids.h"
 #include "cpu/checksum.h"
 #include "cpu/convert.h"
@@ -49,6 +50,7 @@ using PackedPart = Tables<cpu::PackedWork, kvxfer::PackedRow>;
 }  // namespace
 
 NB_MODULE(_native, m) {
+  kvxfer::bind_requests(m);
   m.attr("ROW_BYTES") = sizeof(kvxfer::Row);
 
   nb::class_<Part>(m, "Part")
@@ -136,6 +138,14 @@ NB_MODULE(_native, m) {
       },
       nb::arg("data"), nb::arg("nbytes"));
   m.def("load_word", [](std::uint64_t address) { return cpu::load_word(at<const std::uint64_t>(address)); });
+  m.def("load_slot", [](std::uint64_t table, std::uint64_t table_bytes, std::uint64_t slot, std::uint64_t record_bytes) {
+    const cpu::LeaseSlot found = cpu::load_slot(at<const std::uint64_t>(slot));
+    const bool fits = found.nbytes == record_bytes && found.offset <= table_bytes &&
+                      record_bytes <= table_bytes - found.offset;
+    nb::object record = nb::none();
+    if (fits) record = nb::bytes(at<const char>(table + found.offset), record_bytes);
+    return nb::make_tuple(found.word, found.ready, found.shelf, record);
+  });
   m.def("store_word", [](std::uint64_t address, std::uint64_t value) {
     cpu::store_word(at<std::uint64_t>(address), value);
   });

@@ -40,6 +40,18 @@ struct Segments {
   std::int64_t wire_bytes;
 };
 
+// A request of whole blocks as the copies of both devices take it: for each part of the pairing that it touches, which
+// block of the source goes to which of the destination.
+struct PairedPart {
+  std::int64_t part, count;
+  const std::int32_t* src_block;
+  const std::int32_t* dst_block;
+};
+struct PairedBlocks {
+  const PairedPart* parts;
+  std::int64_t num_parts;
+};
+
 // In the packed order each row of a segment starts on this boundary, counted from the segment's own start.
 constexpr std::uint64_t kWireAlignment = 16;
 

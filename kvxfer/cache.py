@@ -32,6 +32,7 @@ from kvxfer.lease import Lease
 from kvxfer.node import Node
 from kvxfer.peers.remote import Peer
 from kvxfer.plan import BlockLists, TransferPlan, check_blocks, check_tokens
+from kvxfer.plan.request import BlockTable, Pairing
 from kvxfer.ticket import Record, Ticket
 from kvxfer.transfers import shelf
 from kvxfer.transfers.fetch import Fetch
@@ -40,6 +41,8 @@ from kvxfer.transfers.reserve import Reservation
 from kvxfer.transfers.send import Send
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from kvxfer.cuda import Event
 
 _MAX_REMEMBERED = 65536
@@ -67,6 +70,8 @@ class Cache:
         self.scales = _checked_scales(scales, layout)
         self._node = node
         self._spans = _spans(arrays, layout)
+        self._read_only = next((name for name, span in self._spans.items() if not span.writable), "")
+        self.blocks = BlockTable(layout)
         self.layout = layout.bind({region: span.address for region, span in self._spans.items()})
         self.bases = kernels.bases([region.address for region in self.layout.regions])
         self.block_bytes = {group.name: layout.block_bytes(group.name) for group in layout.groups}
@@ -181,7 +186,7 @@ class Cache:
         parsed = tickets.parse(ticket, node.secret)
         if parsed.role is not Role.FETCH:
             raise InvalidTicket("this ticket is for sending into a reservation; fetch wants one from publish()")
-        lists = check_blocks(self.layout, into, tokens=parsed.tokens, role="destination")
+        lists = self.blocks.check(into, tokens=parsed.tokens, role="destination")
         self._check_writable()
         fetch = Fetch(
             node,
@@ -195,7 +200,7 @@ class Cache:
         )
         self._use(parsed, fetch)
         node.track(fetch)
-        fetch.start()
+        fetch.start(here=True)
         return fetch
 
     # --- reserve and send -----------------------------------------------------------------------------------
@@ -309,6 +314,10 @@ class Cache:
         """The plan for kernels where this cache lies: a `PreparedPlan`, or its like on a GPU, which may convert."""
         return self._node.kernels.prepare(plan, self.device)
 
+    def prepare_pairing(self, pairing: Pairing, src_bases: np.ndarray) -> Any:
+        """Whole blocks of a mapped peer into this cache: a `HostPairing`, or its like on a GPU."""
+        return self._node.kernels.prepare_pairing(pairing, self.device, src_bases, self.bases)
+
     def prepare_packed(self, plan: PackedPlan) -> Any:
         """The packed plan for kernels where this cache lies: a `PreparedPackedPlan`, or its like on a GPU."""
         return self._node.kernels.prepare_packed(plan, self.device)
@@ -406,9 +415,8 @@ class Cache:
         return int(self.device.removeprefix("cuda:"))
 
     def _check_writable(self) -> None:
-        for name, span in self._spans.items():
-            if not span.writable:
-                raise InvalidRequest(f"region {name!r} is read-only; blocks cannot be written into it")
+        if self._read_only:
+            raise InvalidRequest(f"region {self._read_only!r} is read-only; blocks cannot be written into it")
 
 
 def sign_ticket(

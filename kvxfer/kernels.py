@@ -22,10 +22,12 @@ from kvxfer.formats.checksums import Checksum, checksum
 from kvxfer.formats.plan import PackedPart, PackedPlan
 from kvxfer.formats.rows import PACKED_ROW
 from kvxfer.plan import ROW, Chunk, PlanPart, TransferPlan
+from kvxfer.plan.request import Pairing, Request
 
 if TYPE_CHECKING:
     from kvxfer.cuda.lanes import Lanes
     from kvxfer.cuda.mover import CudaPackedPlan, CudaPlan
+    from kvxfer.cuda.pairing import CudaPairing
 
 assert _native.ROW_BYTES == ROW.itemsize, "plan/rows.py and csrc/plan.h disagree; rebuild the extension"
 assert _native.PACKED_ROW_BYTES == PACKED_ROW.itemsize, (
@@ -34,6 +36,7 @@ assert _native.PACKED_ROW_BYTES == PACKED_ROW.itemsize, (
 
 load_word = _native.load_word
 store_word = _native.store_word
+load_slot = _native.load_slot
 
 
 PIECE_BYTES = 8 << 20  # moved by one call between two looks at a transfer
@@ -63,6 +66,23 @@ class PreparedPlan:
         """The packed buffer at address `wire` to blocks."""
         part = self._parts[chunk.part]
         _native.scatter(part, chunk.first, chunk.count, wire, dst_bases.ctypes.data, threads)
+
+
+class HostPairing:
+    """Whole blocks of a peer's cache into one of this process, both in host memory; made once for all requests."""
+
+    def __init__(self, pairing: Pairing, src_bases: np.ndarray, dst_bases: np.ndarray) -> None:
+        """The bases are uint64 region addresses in layout order; the caller keeps the memory mapped."""
+        self.request = pairing.request
+        self._bases = src_bases, dst_bases
+        self._addresses = src_bases.ctypes.data, dst_bases.ctypes.data
+
+    def copy(self, request: Request, max_bytes: int, *, threads: int = 1) -> int:
+        """Copy about `max_bytes` more of a request; returns how many bytes that were, 0 at its end.
+
+        Releases the GIL, except for what is copied sooner than it would come back.
+        """
+        return request.copy(*self._addresses, max_bytes, threads)
 
 
 class PreparedPackedPlan:
@@ -182,6 +202,16 @@ class Kernels:
         from kvxfer.cuda.mover import CudaPlan
 
         return CudaPlan(plan, self.lanes(device), max_sms=self._max_sms)
+
+    def prepare_pairing(
+        self, pairing: Pairing, device: str, src_bases: np.ndarray, dst_bases: np.ndarray
+    ) -> HostPairing | CudaPairing:
+        """A pairing of blocks for mapped copies; the destination lies on `device`, and the source is of its kind."""
+        if device == "cpu":
+            return HostPairing(pairing, src_bases, dst_bases)
+        from kvxfer.cuda.pairing import CudaPairing
+
+        return CudaPairing(pairing, self.lanes(device), src_bases, dst_bases, max_sms=self._max_sms)
 
     def prepare_packed(self, plan: PackedPlan, device: str) -> PreparedPackedPlan | CudaPackedPlan:
         """A packed plan, one end of which lies on `device`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -29,6 +30,7 @@ ENDED = 1 << 63  # set in a word once its lease has ended
 HEADER_BYTES = 64
 SLOT = np.dtype([(name, "<u8") for name in ("word", "offset", "nbytes", "ready", "shelf")] + [("reserved", "V24")])
 SLOT_BYTES = SLOT.itemsize
+SLOT_WORDS = struct.Struct("<5Q")  # the same five, without NumPy
 _ALIGNMENT = 64
 
 

@@ -25,6 +25,7 @@ from kvxfer import checks
 from kvxfer.backends.base import Backend, Costs, Operation, Registration
 from kvxfer.control.channel import Channel, Session
 from kvxfer.control.messages import (
+    MAX_MESSAGE_BYTES,
     NO_TRANSFER,
     CacheInfo,
     Claim,
@@ -82,7 +83,7 @@ class Limits:
     staging_bytes: int = 64 << 20
     shelf_bytes: int = 256 << 20
     chunk_bytes: int = CHUNK_BYTES
-    max_message_bytes: int = 1 << 20
+    max_message_bytes: int = MAX_MESSAGE_BYTES
     max_ttl_s: float = 3600.0
     heartbeat_s: float = 1.0
     peer_timeout_s: float = 5.0

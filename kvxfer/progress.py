@@ -33,6 +33,8 @@ _eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 
 _FIRST_PAUSE_S = 20e-6  # between two looks at operations under way
 _LAST_PAUSE_S = 5e-3
+_GLANCE_S = 2e-3  # between two looks for calls that woke no thread
+_ATTENTIVE_S = 0.05  # how long after the last of them
 _MAX_AWAY = 64  # threads of one pool that wait for peers while spare ones work
 
 _mine = threading.local()  # pool: whose thread this is
@@ -71,6 +73,7 @@ class ProgressThread:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._closing = False
+        self._attentive, self._attentive_until = False, 0.0  # whether it looks for calls by itself, and how long
         self._lock = threading.Lock()
         self.turns = 0  # how often the thread woke up; at rest this hardly grows
         self._thread = threading.Thread(target=self._run, name=f"kvxfer-progress-{name}", daemon=True)
@@ -96,6 +99,18 @@ class ProgressThread:
                 return
             self._calls.append(function)
         self._wake()
+
+    def post_soon(self, function: Callable[[], None]) -> None:
+        """Like `post`, for what may wait some milliseconds: the thread is woken for the first call after a pause only,
+        and looks by itself for those that follow. Waking it costs the caller more than the rest of a small transfer."""
+        with self._lock:
+            if self._closing:
+                return
+            self._calls.append(function)
+            self._attentive_until = time.monotonic() + _ATTENTIVE_S
+            attentive = self._attentive
+        if not attentive:
+            self._wake()
 
     def run(self, function: Callable[[], None]) -> None:
         """Like `call`, but after `close` the function runs at once on the calling thread. For callbacks of users."""
@@ -159,7 +174,10 @@ class ProgressThread:
         if self._awaited and not self._calls:
             time.sleep(self._pause_s)
             self._pause_s = min(_LAST_PAUSE_S, self._pause_s * 1.1)
-        ready = dict(self._poller.poll(self._timeout_ms()))
+        with self._lock:
+            self._attentive = time.monotonic() < self._attentive_until
+            timeout_ms = self._timeout_ms()
+        ready = dict(self._poller.poll(timeout_ms))
         self.turns += 1
         if ready.pop(self._wake_fd, None):
             os.eventfd_read(self._wake_fd)
@@ -194,10 +212,11 @@ class ProgressThread:
             return 0
         while self._timers and self._timers[0][2].call is None:
             heapq.heappop(self._timers)
-        if not self._timers:
-            return None
         # Rounded up: poll() takes whole milliseconds, and waking early would spin.
-        return max(0, int((self._timers[0][0] - time.monotonic()) * 1000) + 1)
+        due = max(0, int((self._timers[0][0] - time.monotonic()) * 1000) + 1) if self._timers else None
+        if not self._attentive:
+            return due
+        return _GLANCE_S * 1000 if due is None else min(due, _GLANCE_S * 1000)
 
 
 class Job:
@@ -228,6 +247,7 @@ class MoverPool:
         self._closing = False
         self._threads: set[threading.Thread] = set()
         self._idle = self._away = 0
+        self._attentive, self._attentive_until = False, 0.0  # whether a thread looks for calls by itself, and how long
         self._names = itertools.count()
         with self._ready:
             for _ in range(threads):
@@ -241,6 +261,25 @@ class MoverPool:
             self._stand_in()
             self._ready.notify()
         return job
+
+    def watch(self, call: Callable[[], None]) -> None:
+        """Queue a call that is in no hurry, to see the end of what most likely somebody else sees before.
+
+        Waking a thread costs the caller more than the rest of a small transfer. So while there are such calls one idle
+        thread looks for them by itself, every few milliseconds, and is woken for the first one after a pause only, or
+        by `hurry`. From any thread.
+        """
+        with self._ready:
+            self._jobs.append(Job(call))
+            self._stand_in()
+            self._attentive_until = time.monotonic() + _ATTENTIVE_S
+            if not self._attentive:
+                self._ready.notify()
+
+    def hurry(self) -> None:
+        """Somebody depends on what is watched: look now."""
+        with self._ready:
+            self._ready.notify()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Finish the queued jobs and end the threads; idempotent."""
@@ -284,10 +323,20 @@ class MoverPool:
                         self._threads.discard(threading.current_thread())
                         return
                     self._idle += 1
-                    self._ready.wait()
+                    self._rest()
                     self._idle -= 1
                 job = self._jobs.popleft()
             _guarded(job.run)
+
+
+    def _rest(self) -> None:
+        """Wait to be woken; one thread only for a moment, where calls may come that wake none."""
+        if self._attentive or time.monotonic() > self._attentive_until:
+            self._ready.wait()
+            return
+        self._attentive = True
+        self._ready.wait(_GLANCE_S)
+        self._attentive = False
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Mapping
+from functools import lru_cache
 
 import msgspec
 import numpy as np
@@ -66,6 +67,9 @@ class Ticket(_Claims, frozen=True, kw_only=True):
         return {DICT_KEY: base64.b64encode(self.encoded).decode()}
 
 
+_decoder = msgspec.msgpack.Decoder(Ticket)
+
+
 def sign(secret: bytes, **claims: object) -> Ticket:
     """A signed ticket. Raises InvalidTicket when the names in it are too long for MAX_TICKET_BYTES."""
     payload = msgspec.msgpack.encode(_Claims(**claims))
@@ -92,10 +96,11 @@ def parse(ticket: Ticket | bytes | Mapping[str, str], secret: bytes) -> Ticket:
         raise InvalidTicket(f"the ticket has version {version[0]}, this side reads version {TICKET_VERSION}")
     try:
         auth.check_mac(_key(secret), seal, version, payload)
-        claims = msgspec.msgpack.decode(payload, type=_Claims)
+        ticket = _decoder.decode(payload)
     except (auth.AuthenticationError, msgspec.MsgspecError) as error:
         raise InvalidTicket(f"the ticket is forged or was altered, or this side has another secret: {error}") from error
-    return Ticket(**msgspec.structs.asdict(claims), encoded=encoded)
+    msgspec.structs.force_setattr(ticket, "encoded", encoded)
+    return ticket
 
 
 def _encoded(ticket: Ticket | bytes | Mapping[str, str]) -> bytes:
@@ -111,6 +116,7 @@ def _encoded(ticket: Ticket | bytes | Mapping[str, str]) -> bytes:
     raise InvalidTicket(f"expected a Ticket, its bytes, or a mapping with {DICT_KEY!r}; got {type(ticket).__name__}")
 
 
+@lru_cache(maxsize=16)
 def _key(secret: bytes) -> bytes:
     return auth.derive(secret, "kvxfer ticket")
 
@@ -145,10 +151,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return msgspec.msgpack.encode(self)
 
     @classmethod
-    def decode(cls, data: bytes, expected: bytes) -> Record | None:
-        """The record, or None when it is not the one with the digest `expected`."""
-        if digest(data) != expected:
-            return None
+    def decode(cls, data: bytes) -> Record | None:
+        """The record in bytes whose `digest` is the ticket's; None when they are none."""
         try:
             return msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError:

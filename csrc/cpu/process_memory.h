@@ -26,6 +26,22 @@ inline std::uint64_t load_word(const std::uint64_t* word) {
   return value;
 }
 
+// A slot of a lease table as a reader needs it; lease.py has its layout.
+struct LeaseSlot {
+  std::uint64_t word, offset, nbytes, ready, shelf;
+};
+
+// Read in the order in which the publisher has written: the word first.
+inline LeaseSlot load_slot(const std::uint64_t* slot) {
+  LeaseSlot found{};
+  found.word = load_word(slot);
+  found.offset = __atomic_load_n(slot + 1, __ATOMIC_RELAXED);
+  found.nbytes = __atomic_load_n(slot + 2, __ATOMIC_RELAXED);
+  found.ready = load_word(slot + 3);
+  found.shelf = load_word(slot + 4);
+  return found;
+}
+
 inline void store_word(std::uint64_t* word, std::uint64_t value) {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   __atomic_store_n(word, value, __ATOMIC_RELEASE);

@@ -1,4 +1,5 @@
 #include "cuda/bindings.h"
+#include "cuda/blocks.h"
 #include "cuda/checksum.h"
 #include "cuda/device.h"
 #include "cuda/walk.h"
@@ -18,10 +19,66 @@ std::vector<MoveRange> ranges_of(const nb::list& given) {
   std::vector<MoveRange> ranges;
   for (const nb::handle item : given) {
     const auto range = nb::cast<nb::tuple>(item);
-    ranges.push_back({&nb::cast<const PreparedPart&>(range[0]), nb::cast<std::int64_t>(range[1]),
-                      nb::cast<std::int64_t>(range[2]), nb::cast<std::uint64_t>(range[3])});
+    const auto& part = nb::cast<const PreparedPart&>(range[0]);
+    ranges.push_back({&part, nb::cast<std::int64_t>(range[1]), nb::cast<std::int64_t>(range[2]),
+                      nb::cast<std::uint64_t>(range[3]), part.tables()});
   }
   return ranges;
+}
+
+// Arguments of both calls with a request: where it is, and everything that the stream is to do.
+
+const PairedBlocks& blocks_at(std::uint64_t address) { return *at<PairedBlocks>(address); }
+
+BlocksCall call_of(int device, std::uint64_t stream, int max_sms, std::uint64_t pinned, std::uint64_t tables,
+                   const nb::tuple& events, const nb::tuple& report) {
+  BlocksCall call{device, stream, max_sms, pinned, tables, {}, {}};
+  for (const nb::handle event : events) call.events.push_back(nb::cast<std::uint64_t>(event));
+  const auto word = [&](std::size_t i) { return nb::cast<std::uint64_t>(report[i]); };
+  call.report = {word(0), word(1), word(2), word(4), static_cast<std::uint32_t>(word(3)),
+                 static_cast<std::uint32_t>(word(5))};
+  return call;
+}
+
+constexpr std::size_t kLongTables = 64 << 10;  // which take longer to write than to give the GIL back
+
+void bind_blocks(nb::module_& m) {
+  nb::class_<PreparedPairing>(m, "Pairing")
+      .def(nb::init<>())
+      .def("add",
+           [](PreparedPairing& self, std::uint64_t rows, std::int64_t num_rows, std::uint64_t src_bases,
+              std::uint64_t dst_bases) {
+             self.add(at<Row>(rows), num_rows, at<std::uint64_t>(src_bases), at<std::uint64_t>(dst_bases));
+           })
+      .def_prop_ro("problem", [](const PreparedPairing& self) { return self.problem() ? self.problem() : ""; })
+      .def("load_kernels",
+           [](const PreparedPairing& self, int device) {
+             for (const auto& part : self.parts()) {
+               if (const int status = load_kernels(device, *part)) return status;
+             }
+             return 0;
+           })
+      .def("table_bytes",
+           [](const PreparedPairing& self, std::uint64_t request) { return self.table_bytes(blocks_at(request)); });
+
+  m.def("enqueue_blocks", [](const PreparedPairing& pairing, std::uint64_t request, int device, std::uint64_t stream,
+                             int max_sms, std::uint64_t pinned, std::uint64_t tables, const nb::tuple& events,
+                             const nb::tuple& report) {
+    const BlocksCall call = call_of(device, stream, max_sms, pinned, tables, events, report);
+    const auto enqueue = [&] {
+      const DeviceScope scope(device);
+      return scope.status() ? scope.status() : enqueue_blocks(pairing, blocks_at(request), call);
+    };
+    if (pairing.table_bytes(blocks_at(request)) < kLongTables) return enqueue();
+    nb::gil_scoped_release unlocked;
+    return enqueue();
+  });
+  m.def("walk_blocks", [](const PreparedPairing& pairing, std::uint64_t request, int sms, std::uint64_t pinned,
+                          std::uint64_t tables, const nb::tuple& report) {
+    const BlocksCall call = call_of(0, 0, 0, pinned, tables, nb::tuple(), report);
+    nb::gil_scoped_release unlocked;
+    return walk_blocks(pairing, blocks_at(request), call, sms);
+  });
 }
 
 }  // namespace
@@ -59,6 +116,8 @@ void bind_move(nb::module_& m) {
       .def("bind", &PreparedPart::bind)
       .def("load_kernels",
            [](const PreparedPart& part, int device) { return load_kernels(device, part); });
+
+  bind_blocks(m);
 
   m.def("launch_moves",
         [](int device, int direction, const nb::list& ranges, std::uint64_t stream, int max_sms) {

@@ -86,10 +86,14 @@ void bind_words(nb::module_& m) {
   m.def("stream_write_word", [](int device, uint64_t stream, uint64_t word, uint64_t value) {
     return on(device, [&] { return stream_write_word(stream, word, value); });
   });
-  m.def("await_word", [](uint64_t word, uint32_t value, uint32_t spin_us, uint32_t doze_us) {
-    nb::gil_scoped_release unlocked;
-    return await_word(word, value, spin_us, doze_us);
-  });
+  m.def(
+      "await_word",
+      [](uint64_t word, uint32_t value, uint32_t spin_us, uint32_t doze_us, uint32_t nap_us) {
+        if (!(spin_us | doze_us)) return await_word(word, value, 0, 0, 0);  // a look
+        nb::gil_scoped_release unlocked;
+        return await_word(word, value, spin_us, doze_us, nap_us);
+      },
+      nb::arg("word"), nb::arg("value"), nb::arg("spin_us"), nb::arg("doze_us"), nb::arg("nap_us") = 5);
   m.def("stream_error", [](int device, uint64_t stream) {
     return on(device, [&] { return stream_error(stream); });
   });

@@ -9,7 +9,7 @@ constexpr std::uint32_t kWarps = kMoveThreads / 32;  // of a block
 
 // A range whose item indices fit 31 bits.
 struct Step {
-  const PreparedPart* part;
+  const PartTables* tables;
   std::int64_t first;
   std::uint64_t items, wire;
   std::uint32_t vector_bytes;
@@ -25,7 +25,7 @@ std::vector<Step> steps_of(Direction direction, const std::vector<MoveRange>& ra
     const std::uint64_t wire = range.wire - static_cast<std::uint64_t>(part.wire_start(range.first));
     for (std::int64_t done = 0; done < range.count; done += most) {
       const auto count = static_cast<std::uint64_t>(std::min(most, range.count - done));
-      steps.push_back({&part, range.first + done, count * items, wire, part.vector_bytes(direction)});
+      steps.push_back({&range.tables, range.first + done, count * items, wire, part.vector_bytes(direction)});
     }
   }
   return steps;
@@ -50,14 +50,14 @@ std::vector<MoveLaunch> launches_of(const MoveCall& call, const std::vector<Move
     std::uint32_t first_warp = 0;
     for (std::size_t s = begin; s < end; ++s) {
       const Step& step = steps[s];
-      launch.moves.tables[s - begin] = step.part->tables();
+      launch.moves.tables[s - begin] = *step.tables;
       Work& work = launch.moves.work[s - begin];
       work = {};
       work.direction = call.direction;
       work.items = static_cast<std::uint32_t>(step.items);
       work.first = step.first;
       work.wire = step.wire;
-      work.vectors_per_tile = FastDivisor::of(step.part->tables().tile_bytes / step.vector_bytes);
+      work.vectors_per_tile = FastDivisor::of(step.tables->tile_bytes / step.vector_bytes);
       work.warps = launch.blocks * kWarps;
       work.first_warp = first_warp;
       work.items_per_warp = work.items / work.warps;

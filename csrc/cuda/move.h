@@ -22,6 +22,7 @@ struct MoveRange {
   const PreparedPart* part;
   std::int64_t first, count;
   std::uint64_t wire;  // address where segment `first` starts in the packed buffer; on 16 bytes
+  PartTables tables;   // where the part's tables lie, and those of the segments
 };
 
 // What one launch does, passed to the kernel by value: several parts, each shared out over all warps, so that the small

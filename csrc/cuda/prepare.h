@@ -28,6 +28,7 @@ class PreparedPart {
   void bind(std::uint64_t address);
 
   const PartTables& tables() const { return tables_; }
+  const std::vector<DeviceRow>& rows() const { return rows_; }
   // 0 where no segment has an entry of any row: a launch then does nothing.
   std::uint64_t items_per_segment() const { return items_per_segment_; }
   std::int64_t num_segments() const { return num_segments_; }

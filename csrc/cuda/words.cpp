@@ -75,7 +75,16 @@ int stream_write_word(std::uint64_t stream, std::uint64_t word, std::uint64_t va
                static_cast<unsigned>(CU_STREAM_WRITE_VALUE_DEFAULT));
 }
 
-bool await_word(std::uint64_t word, std::uint32_t value, std::uint32_t spin_us, std::uint32_t doze_us) {
+void report_on_host(const Report& report) {
+  if (report.lease) {
+    at<std::atomic<std::uint64_t>*>(report.seen)->store(at<std::atomic<std::uint64_t>*>(report.lease)->load());
+  }
+  if (report.gate) at<Word*>(report.gate)->store(report.gate_value);
+  if (report.done) at<Word*>(report.done)->store(report.done_value);
+}
+
+bool await_word(std::uint64_t word, std::uint32_t value, std::uint32_t spin_us, std::uint32_t doze_us,
+                std::uint32_t nap_us) {
   using Clock = std::chrono::steady_clock;
   if (reached(word, value)) return true;
   const auto spin_until = Clock::now() + std::chrono::microseconds(spin_us);
@@ -88,7 +97,7 @@ bool await_word(std::uint64_t word, std::uint32_t value, std::uint32_t spin_us, 
   }
   const PreciseSleep precise;
   while (Clock::now() < doze_until) {
-    std::this_thread::sleep_for(std::chrono::microseconds(5));
+    std::this_thread::sleep_for(std::chrono::microseconds(nap_us));
     if (reached(word, value)) return true;
   }
   return false;

@@ -15,6 +15,7 @@ struct Report {
   std::uint32_t gate_value, done_value;
 };
 int launch_report(const Report& report, std::uint64_t stream);
+void report_on_host(const Report& report);  // at once, on the calling thread: for tests without a GPU
 int load_report_kernel();
 
 // Let a stream wait until the word has reached the value; the host does not wait.
@@ -24,9 +25,10 @@ int stream_wait_word_on_host(std::uint64_t stream, std::uint64_t word, std::uint
 // Let a stream write a 64-bit word of pinned memory once everything before it is done and visible.
 int stream_write_word(std::uint64_t stream, std::uint64_t word, std::uint64_t value);
 
-// Waits until the word has reached the value: spins for `spin_us`, then looks between short sleeps for another `doze_us`.
-// Returns whether it has.
-bool await_word(std::uint64_t word, std::uint32_t value, std::uint32_t spin_us, std::uint32_t doze_us);
+// Waits until the word has reached the value: spins for `spin_us`, then looks between sleeps of `nap_us` for another
+// `doze_us`. Returns whether it has.
+bool await_word(std::uint64_t word, std::uint32_t value, std::uint32_t spin_us, std::uint32_t doze_us,
+                std::uint32_t nap_us);
 
 // Whether what is enqueued on the stream has failed: an error once it has, 0 while it runs or when it is done.
 int stream_error(std::uint64_t stream);

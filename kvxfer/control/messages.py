@@ -17,7 +17,7 @@ from kvxfer.errors import ProtocolMismatch
 from kvxfer.layout import CacheLayout
 
 PROTOCOL_VERSION = 2
-MAX_MESSAGE_BYTES = 1 << 20
+MAX_MESSAGE_BYTES = 1 << 20  # unless `Limits.max_message_bytes` says otherwise
 NO_TRANSFER = 0
 
 

@@ -7,16 +7,18 @@ waiting for this very transfer (`Transfer.wait_on`).
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from kvxfer.cuda.gates import Gate, Gates
-from kvxfer.cuda.native import check, native
+from kvxfer.cuda.native import CudaError, check, native
 from kvxfer.cuda.packed import PreparedCudaPackedPlan
 from kvxfer.cuda.plan import PreparedCudaPlan, prepare
 from kvxfer.cuda.runtime import DeviceMemory, PinnedMemory, Stream
@@ -25,6 +27,9 @@ from kvxfer.plan import ROW, PlanPart, Segments, TransferPlan
 
 _SPIN_US = 200  # a small transfer ends within
 _DOZE_US = 2000  # between two looks for an error of the device
+_DOZE_S = 1.0
+_NAP_US = 5  # between two looks at a word
+_LAUNCHED_AT_ONCE = 6  # lanes for transfers that no thread waits for
 _LEAST_BYTES = 1 << 20
 _IN_PLACE_COPIES = 1024  # tables of up to as many copies are read from pinned memory, without being copied first
 _PRIORITY = -1  # before the engine's kernels: a lane takes few multiprocessors and somebody waits for it
@@ -50,7 +55,7 @@ class Lane:
         self._stream = Stream(device=device, priority=_PRIORITY)
         self._words = PinnedMemory(_WORDS_BYTES, device=device)
         self._words.array[:] = 0
-        self._said = 0  # the value of the done word when everything enqueued so far is done
+        self.said = 0  # the value of the done word once everything enqueued so far is done
         self._idle = True
         self._tables: DeviceMemory | None = None
         self._pinned: PinnedMemory | None = None
@@ -66,20 +71,43 @@ class Lane:
         return self._stream.address
 
     def upload(self, prepared: PreparedCudaPlan | PreparedCudaPackedPlan) -> None:
-        """Enqueue a plan's tables into this lane's memory; an earlier plan's are gone.
+        """Enqueue a plan's tables into this lane's memory; an earlier plan's are gone."""
+        tables = self._room_for(prepared.table_bytes, _copies_of(prepared.plan))
+        memory = tables or self._pinned.address
+        prepared.upload(stream=self.queue, memory=memory, pinned=self._pinned.array)
 
-        Small ones stay in pinned memory, where kernels read them.
+    def enqueue(
+        self, pairing: Any, request: int, copies: int, after: Sequence[int], ending: Ending, *, max_sms: int
+    ) -> None:
+        """Enqueue all that a request is: the events that it comes after, its tables, its blocks, and what `ending`
+        says. `pairing` is the extension's, `request` the address of the pairs of blocks. Raises CudaError."""
+        tables = self._room_for(pairing.table_bytes(request), copies)
+        status = native().enqueue_blocks(
+            pairing, request, self.device, self.queue, max_sms, self._pinned.address, tables, tuple(after),
+            self._saying(ending),
+        )  # fmt: skip
+        if status:
+            check(status, f"launching a transfer on device {self.device}")
+
+    def has_room(self, nbytes: int, copies: int) -> bool:
+        """Whether tables of so many bytes and copies fit into what the lane has."""
+        pinned = 0 if self._pinned is None else self._pinned.nbytes
+        on_device = 0 if self._tables is None else self._tables.nbytes
+        return nbytes <= (pinned if copies <= _IN_PLACE_COPIES else min(pinned, on_device))
+
+    def _room_for(self, nbytes: int, copies: int) -> int:
+        """Have pinned memory for tables, which takes the place of earlier ones.
+
+        Returns the address of device memory for them, or 0 where they are so short that kernels read pinned memory.
         """
         self.held = self.holds_for = None
-        nbytes = prepared.table_bytes
         if self._pinned is None or self._pinned.nbytes < nbytes:
             self._retire(self._pinned)
             self._pinned = PinnedMemory(max(_LEAST_BYTES, 2 * nbytes), device=self.device)
-        memory = self._pinned.address
-        if _copies_of(prepared.plan) > _IN_PLACE_COPIES:
-            self._tables = self._grown(self._tables, nbytes)
-            memory = self._tables.address
-        prepared.upload(stream=self.queue, memory=memory, pinned=self._pinned.array)
+        if copies <= _IN_PLACE_COPIES:
+            return 0
+        self._tables = self._grown(self._tables, nbytes)
+        return self._tables.address
 
     def hold(self, key: object, prepared: PreparedCudaPackedPlan) -> None:
         """Remember what was uploaded, and for whom, until the next `upload`."""
@@ -124,30 +152,49 @@ class Lane:
         """
         if self._idle and ending is None:
             return
-        self._report(ending)
-        words, spin_us = self._words.address, _SPIN_US
-        while not native().await_word(words + _DONE, self._said, spin_us, _DOZE_US):
-            check(native().stream_error(self.device, self._stream.address), "moving blocks")
-            spin_us = 0
-        self._idle = True
-        if ending is not None and ending.lease_word:
-            ending.seen = ctypes.c_uint64.from_address(words + _SEEN).value
-
-    def _report(self, ending: Ending | None) -> None:
         ending = ending or Ending()
-        words, gate = self._words.address, ending.gate
-        self._said = (self._said + 1) & 0xFFFFFFFF
-        status = native().report(
-            self.device,
-            self._stream.address,
-            ending.lease_word,
-            words + _SEEN,
-            gate.address if gate else 0,
-            gate.value if gate else 0,
-            words + _DONE,
-            self._said,
-        )
+        status = native().report(self.device, self._stream.address, *self._saying(ending))
         check(status, "launching the end of a transfer")
+        while not self.await_said(self.said, _DOZE_S):
+            pass
+        self.take_down(ending)
+
+    def await_said(self, said: int, timeout_s: float, *, nap_us: int = 0) -> bool:
+        """Whether what was enqueued when `said` was that is done, for which it waits up to so long: spins for a moment
+        and then sleeps, or with `nap_us` sleeps so long between looks. Any thread, also one that comes when the lane is
+        used for something else. Raises CudaError where it has failed."""
+        word, left_us = self._words.address + _DONE, int(timeout_s * 1e6)
+        if native().await_word(word, said, 0, 0):
+            return True
+        spin_us = 0 if nap_us else min(_SPIN_US, left_us)
+        while left_us > 0:
+            doze_us = min(_DOZE_US, left_us - spin_us)
+            if native().await_word(word, said, spin_us, doze_us, nap_us or _NAP_US):
+                return True
+            left_us -= spin_us + doze_us
+            spin_us = 0
+            status = native().stream_error(self.device, self._stream.address)
+            if status and not native().await_word(word, said, 0, 0):
+                check(status, "moving blocks")
+        return False
+
+    def take_down(self, ending: Ending) -> None:
+        """What was enqueued last is done: keep what the device has read of the lease's word."""
+        self._idle = True
+        if ending.lease_word:
+            ending.seen = ctypes.c_uint64.from_address(self._words.address + _SEEN).value
+
+    def synchronise(self) -> None:
+        """Wait for everything, whatever it says. Raises CudaError."""
+        self._stream.synchronise()
+
+    def _saying(self, ending: Ending) -> tuple[int, int, int, int, int, int]:
+        """What a report is told: the lease's word and where its value goes, a gate's word and value, and the word that
+        says that this lane is done, with its next value."""
+        words, gate = self._words.address, ending.gate
+        self.said = (self.said + 1) & 0xFFFFFFFF
+        opened = (gate.address, gate.value) if gate else (0, 0)
+        return ending.lease_word, words + _SEEN, *opened, words + _DONE, self.said
 
     def _grown(self, memory: DeviceMemory | None, nbytes: int) -> DeviceMemory:
         if memory is None or memory.nbytes < nbytes:
@@ -167,6 +214,9 @@ class Lanes:
         self.device = device
         self.gates = Gates(device)
         self._free: list[Lane] = []
+        self._kept = 0  # lanes for mover threads
+        self._made = 0  # lanes that there are
+        self._waiting: collections.deque[Callable[[], None]] = collections.deque()
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -177,25 +227,70 @@ class Lanes:
         """
         with self._lock:
             lane = self._free.pop() if self._free else None
+            self._made += lane is None
         lane = lane or Lane(self.device)
         try:
             yield lane
         finally:
-            lane.finish()
-            with self._lock:
-                self._free.append(lane)
+            try:
+                lane.finish()
+            except CudaError:
+                self.lose(lane)
+                raise
+            self.give_back([lane])
+
+    def take(
+        self, count: int, *, spare: bool = False, otherwise: Callable[[], None] | None = None
+    ) -> list[Lane] | None:
+        """So many lanes; to be given back once all their work is done.
+
+        With `spare` only free ones, and only where those that `warm` made for mover threads are left over. None where
+        that cannot be, or too many are at work: then `otherwise` is called once, when one has been given back.
+        """
+        with self._lock:
+            missing = max(0, count - len(self._free))
+            if spare:
+                possible = len(self._free) >= count + self._kept
+            else:
+                possible = not missing or self._made + missing <= max(count, self._kept + _LAUNCHED_AT_ONCE)
+            if not possible:
+                if otherwise is not None:
+                    self._waiting.append(otherwise)
+                return None
+            self._made += missing
+            lanes = [self._free.pop() for _ in range(count - missing)]
+        return lanes + [Lane(self.device) for _ in range(missing)]
+
+    def give_back(self, lanes: Sequence[Lane]) -> None:
+        """The lanes are idle."""
+        with self._lock:
+            self._free += lanes
+            waiting = self._waiting.popleft() if self._waiting and lanes else None
+        if waiting is not None:
+            waiting()
+
+    def lose(self, lane: Lane) -> None:
+        """The lane's device has failed: it is idle, and not used again."""
+        with self._lock:
+            self._made -= 1
+            waiting = self._waiting.popleft() if self._waiting else None
+        if waiting is not None:
+            waiting()
 
     def warm(self, lanes: int) -> None:
-        """Make lanes, and load the kernels that copy, so that the first transfers need not. May wait for the device."""
+        """Make lanes, so many for mover threads and some for who launches without one, and load the kernels that copy:
+        the first transfers need not do so then. May wait for the device."""
+        self._kept = lanes
         check(native().load_report_kernel(self.device), f"loading a kernel onto device {self.device}")
         for part in _one_of_each_width():
             check(part.load_kernels(self.device), f"loading kernels onto device {self.device}")
         self.gates.give_back(_opened(self.gates.take()))
-        for _ in range(lanes - len(self._free)):
+        for _ in range(lanes + _LAUNCHED_AT_ONCE - len(self._free)):
             lane = Lane(self.device)
             lane.reserve()
             with self._lock:
                 self._free.append(lane)
+                self._made += 1
 
 
 def _copies_of(plan: TransferPlan | PackedPlan) -> int:

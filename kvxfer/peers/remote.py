@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from kvxfer import kernels
 from kvxfer.backends.base import Backend, Costs, Link, RemoteRegion
 from kvxfer.control.channel import Session
@@ -23,9 +21,9 @@ from kvxfer.control.messages import CacheInfo, Description, Message, RegionHandl
 from kvxfer.errors import BackendError, InvalidLayout, KvxferError, LeaseExpired, NoCommonBackend, PeerGone
 from kvxfer.formats import PackedJoin
 from kvxfer.layout import CacheLayout
-from kvxfer.lease import ENDED, HEADER_BYTES, SLOT, SLOT_BYTES
+from kvxfer.lease import ENDED, HEADER_BYTES, SLOT_BYTES, SLOT_WORDS
 from kvxfer.progress import waiting_for_a_peer
-from kvxfer.ticket import Record, Ticket
+from kvxfer.ticket import Record, Ticket, digest
 
 _log = logging.getLogger(__name__)
 
@@ -64,12 +62,20 @@ class RemoteCache:
         raise NoCommonBackend(f"cache {self.name!r} of the peer cannot be reached: {reasons}")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Published:
-    """A lease as its table has it: block lists, and where in the shelf it lies packed ahead, if it does."""
+    """A lease as its table has it: its record, and where in the shelf it lies packed ahead, if it does."""
 
-    record: Record
+    data: bytes  # of the record, as the ticket's digest covers it
     shelf_offset: int | None
+
+    @property
+    def record(self) -> Record:
+        """The block lists. BackendError for bytes that are no record, whoever signed them."""
+        record = Record.decode(self.data)
+        if record is None:
+            raise BackendError("the record of the lease cannot be read")
+        return record
 
 
 @dataclass(frozen=True)
@@ -118,21 +124,23 @@ class RemoteTable:
             f"the lease of request {ticket.request_id!r} {how}; fetch earlier, or publish with more ttl_s if it ran out"
         )
 
-    def published(self, ticket: Ticket) -> Published | None:
+    def published(self, ticket: Ticket, *, verified: bool = True) -> Published | None:
         """What the lease says, or None when it, or the blocks' bytes, are not there yet.
 
-        Raises LeaseExpired, BackendError.
+        Raises LeaseExpired, BackendError. With `verified` False the caller still has to call `verify`.
         """
-        if not self.word_state(ticket):
+        word, ready, shelf, data = self._slot(ticket)
+        if not self.judge(word, ticket) or ready < ticket.lease:
             return None
-        row = np.frombuffer(self._read(HEADER_BYTES + ticket.slot * SLOT_BYTES, SLOT_BYTES), SLOT)[0]
-        if int(row["ready"]) < ticket.lease:
-            return None
-        offset, nbytes = int(row["offset"]), int(row["nbytes"])
-        if nbytes == ticket.record_bytes and offset + nbytes <= self._region.nbytes:
-            record = Record.decode(self._read(offset, nbytes), ticket.digest)
-            if record is not None:
-                return Published(record, int(row["shelf"]) - 1 if row["shelf"] else None)
+        published = Published(data or b"", shelf - 1 if shelf else None)
+        if verified or data is None:
+            self.verify(published, ticket)
+        return published
+
+    def verify(self, published: Published, ticket: Ticket) -> None:
+        """Raises LeaseExpired or BackendError unless the record is the one that the ticket was signed for."""
+        if digest(published.data) == ticket.digest:
+            return
         self.word_state(ticket)  # the lease may have ended while its record was read
         raise BackendError(f"the record of lease {ticket.lease} is not the one that the ticket was signed for")
 
@@ -149,13 +157,27 @@ class RemoteTable:
                 header = self._link.read(address, header_bytes, timeout_s=_READ_TIMEOUT_S)
         return OnShelf(header, address, self._shelf.nbytes - offset, mapped is not None)
 
+    def _slot(self, ticket: Ticket) -> tuple[int, int, int, bytes | None]:
+        """The ticket's slot: word, ready word, shelf, and the record where it can be that of the ticket."""
+        at, address = self._offset_of(ticket.slot), self._region.mapped_address
+        if address is not None:
+            return kernels.load_slot(address, self._region.nbytes, address + at, ticket.record_bytes)
+        word = int.from_bytes(self._read(at, 8), "little")  # first, as it was written last
+        _, offset, nbytes, ready, shelf = SLOT_WORDS.unpack_from(self._read(at, SLOT_BYTES))
+        fits = nbytes == ticket.record_bytes and offset + nbytes <= self._region.nbytes
+        return word, ready, shelf, self._read(offset, nbytes) if fits and self.judge(word, ticket) else None
+
     def _word(self, slot: int) -> int:
-        at = HEADER_BYTES + slot * SLOT_BYTES
-        if at + SLOT_BYTES > self._region.nbytes:
-            raise BackendError(f"lease slot {slot} lies outside the peer's lease table")
+        at = self._offset_of(slot)
         if self._region.mapped_address is not None:
             return kernels.load_word(self._region.mapped_address + at)
         return int.from_bytes(self._read(at, 8), "little")
+
+    def _offset_of(self, slot: int) -> int:
+        at = HEADER_BYTES + slot * SLOT_BYTES
+        if at + SLOT_BYTES > self._region.nbytes:
+            raise BackendError(f"lease slot {slot} lies outside the peer's lease table")
+        return at
 
     def _read(self, offset: int, nbytes: int) -> bytes:
         if self._region.mapped_address is not None:

@@ -116,14 +116,14 @@ def _as_int32(given: np.ndarray, group: Group, where: str) -> np.ndarray:
 
 def _check_overlays(layout: CacheLayout, lists: Mapping[str, np.ndarray]) -> None:
     """No byte may be written under two groups."""
-    if all(distances == (0,) for _, _, distances in _overlays(layout.groups, layout.records)):
+    if all(distances == (0,) for _, _, distances in overlaid(layout)):
         # As caches in one slab of blocks are: then ids that all differ share nothing, and one look is enough.
         every = np.concatenate(list(lists.values()))
         limit = max(group.num_blocks for group in layout.groups)
         if _native.check_block_ids(every.ctypes.data, len(every), limit, True)[0] == 0:
             return
     ordered = {name: np.sort(ids) for name, ids in lists.items()}
-    for first, second, distances in _overlays(layout.groups, layout.records):
+    for first, second, distances in overlaid(layout):
         ids, others = ordered[first], ordered[second]
         for distance in distances:
             shared = _common(ids, others + distance)
@@ -132,6 +132,11 @@ def _check_overlays(layout: CacheLayout, lists: Mapping[str, np.ndarray]) -> Non
                     f"destination block {shared} of group {first!r} and block {shared - distance} of group "
                     f"{second!r} are the same memory; a block belongs to one group at a time"
                 )
+
+
+def overlaid(layout: CacheLayout) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    """Pairs of groups that share bytes, and at which distances ``i - j`` of block ids i and j they do."""
+    return _overlays(layout.groups, layout.records)
 
 
 def _common(first: np.ndarray, second: np.ndarray) -> int | None:
@@ -147,7 +152,6 @@ def _common(first: np.ndarray, second: np.ndarray) -> int | None:
 def _overlays(
     groups: tuple[Group, ...], records: tuple[Record, ...]
 ) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-    """Pairs of groups that share bytes, and at which distances ``i - j`` of block ids i and j they do."""
     sizes = {record.tag: record.nbytes for record in records}
     found = []
     for index, first in enumerate(groups):

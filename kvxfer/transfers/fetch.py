@@ -4,7 +4,7 @@ The order of `Fetch._attempt` is the protocol: find the engine, read the lease's
 plan everything, then move, then read every lease word once more. Only then is the transfer done. Unless the packed
 way is taken, no Python of the publisher has part in it.
 
-Imports node, match, moves, pull, plan, remote.
+Imports node, route, match, moves, pull, plan, remote.
 """
 
 from __future__ import annotations
@@ -12,32 +12,33 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
-import numpy as np
-
 from kvxfer.backends.base import Direction
-from kvxfer.control.messages import Release, Sources
+from kvxfer.control.messages import Release
 from kvxfer.errors import (
     BackendError,
     InvalidTicket,
     KvxferError,
     PeerGone,
     UnknownCache,
+    as_kvxfer_error,
 )
-from kvxfer.formats import PackedJoin, PackedPlan, join_packed
+from kvxfer.formats import PackedPlan
 from kvxfer.kernels import PIECE_BYTES, PreparedPackedPlan, PreparedPlan
-from kvxfer.node import Node, new_transfer_id
+from kvxfer.node import Node
 from kvxfer.peers.directory import Engine
-from kvxfer.peers.remote import Peer, RemoteCache
+from kvxfer.peers.remote import Published
 from kvxfer.plan import TransferPlan, check_blocks
+from kvxfer.plan.request import CheckedLists, Request
 from kvxfer.ticket import Ticket
 from kvxfer.transfers import moves
 from kvxfer.transfers.choice import Choice
-from kvxfer.transfers.match import check_fingerprints, choose_way, copies_of, why_not_mapped
+from kvxfer.transfers.match import choose_way, copies_of, why_not_mapped
 from kvxfer.transfers.pull import PullLeg
+from kvxfer.transfers.route import MAPPED, Route, Source, route_of
 from kvxfer.transfers.shelf import ShelfLeg, Shelved, look_on_shelf, unpack_mapped
 from kvxfer.transfers.transfer import Transfer
 
@@ -45,34 +46,30 @@ if TYPE_CHECKING:
     from kvxfer.cache import Cache
     from kvxfer.cuda import Event
     from kvxfer.cuda.lanes import Ending
+    from kvxfer.cuda.pairing import Flight
 
 _log = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 0.0005
 _LAST_RETRY_S = 0.01
 _RETRY_SHARE = 0.125  # of the time waited so far: looking again costs little, and adds little to a long wait
+_HERE_BYTES = 256 << 10  # copied in host memory sooner than a mover thread wakes up and is waited for
+_WATCH_S = 1e-3
+_NAP_US = 50  # between two looks at a device that only a mover thread waits for
 ANNOUNCEMENT_S = 1.0  # how long after its ticket a peer's newly registered cache may become known here
 
 
-@dataclass(frozen=True)
-class Source:
-    """One rank that a fetch reads from, and what to tell it where several fill the cache together."""
-
-    peer: Peer
-    cache: RemoteCache
-    join: PackedJoin
-    together: Sources | None
-
-
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Leg:
-    """A source, with the plan of this fetch."""
+    """A source, with what this fetch takes from it: pairs of whole blocks, or else a plan."""
 
     source: Source
-    plan: PreparedPlan | PreparedPackedPlan
     choice: Choice
-    shelved: Shelved | None  # where its bytes lie packed ahead
-    ending: Ending | None  # of the mapped way on a GPU: the verdict that the device has read
+    request: Request | None = None
+    published: Published | None = None  # what the request was made from
+    plan: PreparedPlan | PreparedPackedPlan | None = None
+    shelved: Shelved | None = None  # where its bytes lie packed ahead
+    ending: Ending | None = None  # of the mapped way on a GPU: the verdict that the device has read
 
     @property
     def way(self) -> str:
@@ -88,32 +85,44 @@ class Fetch(Transfer):
         node: Node,
         cache: Cache,
         ticket: Ticket,
-        dst_lists: dict[str, np.ndarray],
+        dst_lists: CheckedLists,
         *,
         wire: str,
         timeout_s: float,
         allow_missing: bool,
         after: Event | None = None,
     ) -> None:
-        """`after`: nothing is written before this event has passed."""
+        """`dst_lists` are of the cache's `BlockTable`. `after`: nothing is written before this event has passed."""
         super().__init__(
             node.progress, timeout_s=timeout_s, what=f"fetch of request {ticket.request_id!r}", gates=cache.gates
         )
         self._node, self._cache = node, cache
-        self._ticket, self._dst_lists = ticket, dst_lists
+        self._ticket, self._dst = ticket, dst_lists
         self._wire = wire
         self.allow_missing = allow_missing
         self._engine: Engine | None = None
         self._legs: list[Leg] = []
         self._pulls: list[PullLeg | ShelfLeg] = []
+        self._flights: list[Flight] = []
         self._moving = 0
         self._after = after
+        self._route_key = (ticket.cache, cache.name, ticket.fingerprint, wire, allow_missing)
         self.on_end(self._let_go)
 
-    def start(self) -> None:
-        """Queue the first attempt. Any thread."""
-        nbytes = sum(len(ids) * self._cache.block_bytes[name] for name, ids in self._dst_lists.items())
-        job = self._node.pool.submit(lambda: self.attempt(self._attempt))
+    def start(self, *, here: bool = False) -> None:
+        """Make an attempt: with `here` on the calling thread, where that waits for nothing, else on a mover thread."""
+        engine = self._node.directory.find(self._ticket) if here else None
+        route = None if engine is None else engine.joins.get(self._route_key)
+        if route is not None and route.at_hand and not self._node.progress.is_current:
+            self._engine = engine
+            self.attempt(lambda: self._follow(route, here=True))
+        else:
+            self._hand_over(self._attempt)
+
+    def _hand_over(self, step: Callable[[], None]) -> None:
+        """Have a mover thread take a step, or whoever waits for the transfer before one has come to it."""
+        nbytes = sum(self._cache.block_bytes[name] * count for name, count in self.block_counts().items())
+        job = self._node.pool.submit(lambda: self.attempt(step))
         self.runs_as(job, short=nbytes <= PIECE_BYTES)
 
     def _attempt(self) -> None:
@@ -128,17 +137,31 @@ class Fetch(Transfer):
             )
             return
         try:
-            sources = sources_of(engine, self._ticket, self._cache, self._node, self._wire, self.allow_missing)
+            route = engine.joins.get(self._route_key) or route_of(
+                engine, self._route_key, self._ticket, self._cache, self._node, self._wire, self.allow_missing
+            )
         except UnknownCache as error:
             self._try_again(f"cache {self._ticket.cache!r} of {self._ticket.engine!r}", error, engine)
             return
-        legs = []
-        for source in sources:
-            leg = self._prepare(source)
-            if leg is None:
+        self._follow(route)
+
+    def _follow(self, route: Route, *, here: bool = False) -> None:
+        """Read the lease from every rank, and move what it says."""
+        leases = []
+        for source in route.sources:
+            published = self._published(source)
+            if published is None:
                 self._try_again("the lease to be published")
                 return
-            legs.append(leg)
+            leases.append((source, published))
+        legs = self._pairs(leases)
+        if legs is not None:
+            self._move_blocks(route, legs, here)
+            return
+        if here:  # planning takes a while
+            self._hand_over(self._attempt)
+            return
+        legs = [self._plan(source, published) for source, published in leases]
         if any(leg.way == "packed" for leg in legs) and not self._passed(self._after):
             return
         if not self.begin():
@@ -155,31 +178,53 @@ class Fetch(Transfer):
             time.sleep(_FIRST_RETRY_S)
         return True
 
-    def _prepare(self, source: Source) -> Leg | None:
-        """Read the lease's record from one rank and plan; None when the lease has not been published yet."""
-        ticket = self._ticket
+    def _published(self, source: Source) -> Published | None:
+        """The lease as one rank has it; None when it has not been published yet.
+
+        What a GPU copies is verified while it does: see `_launch`.
+        """
         if source.peer.is_dead():
             raise PeerGone(f"the process of {source.peer.identity.name} has ended")
         if source.peer.table is None:
             raise InvalidTicket(f"{source.peer.identity.name} has no lease table")
-        published = source.peer.table.published(ticket)
-        if published is None:
-            return None
+        return source.peer.table.published(self._ticket, verified=not self._verifies_late(source))
+
+    def _verifies_late(self, source: Source) -> bool:
+        """Whether what this rank's lease says is first copied, by a GPU, and then verified."""
+        return source.pairing is not None and self._cache.gates is not None
+
+    def _pairs(self, leases: list[tuple[Source, Published]]) -> list[Leg] | None:
+        """The legs where whole blocks are copied from every rank, the mapped way; else None."""
+        legs = []
+        for source, published in leases:
+            request = None
+            if source.pairing is not None:
+                request = source.pairing.request(published.data, self._dst, tokens=self._ticket.tokens)
+            if request is None:
+                return None
+            legs.append(Leg(source, MAPPED, request, published, ending=self._ending(source)))
+        return legs or None
+
+    def _plan(self, source: Source, published: Published) -> Leg:
+        """The leg of one rank in whatever way."""
+        if self._verifies_late(source):
+            source.peer.table.verify(published, self._ticket)
+        ticket, dst_lists = self._ticket, self._cache.blocks.arrays(self._dst)
         lists = check_blocks(source.cache.layout, published.record.lists(), tokens=ticket.tokens, role="source")
 
         @functools.cache
         def plain() -> TransferPlan | PackedPlan:
             make = source.join.plan if source.join.plain is None else source.join.plain.plan_checked
-            return make(lists, self._dst_lists, tokens=ticket.tokens)
+            return make(lists, dst_lists, tokens=ticket.tokens)
 
         choice = choose_way(self._cache, source.cache, source.join, self._node, source.peer.costs, plain)
         if choice.way == "packed":
             counts = {name: len(ids) for name, ids in lists.items()}
-            plan = self._cache.prepare_packed(source.join.plan(counts, self._dst_lists, tokens=ticket.tokens))
+            plan = self._cache.prepare_packed(source.join.plan(counts, dst_lists, tokens=ticket.tokens))
             shelved = look_on_shelf(self._node, self._cache, source, plan.plan, ticket, counts, published)
-            return Leg(source, plan, choice, shelved, None)
+            return Leg(source, choice, plan=plan, shelved=shelved)
         plan = self._cache.prepare(plain())
-        return Leg(source, plan, choice, None, self._ending(source) if choice.way == "mapped" else None)
+        return Leg(source, choice, plan=plan, ending=self._ending(source) if choice.way == "mapped" else None)
 
     def _ending(self, source: Source) -> Ending | None:
         """What the GPU does after the last byte; None for a cache in host memory."""
@@ -199,6 +244,124 @@ class Fetch(Transfer):
         self.arm()
         delay = min(max(_FIRST_RETRY_S, _RETRY_SHARE * self.elapsed_s), _LAST_RETRY_S)
         self._node.progress.post(lambda: self._node.progress.call_later(delay, self.start))
+
+    # --- whole blocks ---------------------------------------------------------------------------------------
+
+    def _move_blocks(self, route: Route, legs: list[Leg], here: bool) -> None:
+        """Copy whole blocks, the mapped way. With `here` the caller's thread is held up for a moment at most: a GPU
+        copies without it, and a mover thread takes what is long in host memory."""
+        self._legs = legs
+        nbytes = sum(leg.request.nbytes for leg in legs)
+        copies = sum(leg.request.copies for leg in legs)
+        self.count(bytes=nbytes, wire_bytes=nbytes, copies=copies, **route.counted)
+        if self._cache.gates is not None:
+            if not here:
+                self._launch()
+            elif not self._launch(spare=True):
+                self._hand_over(self._launch)
+        elif here and nbytes > _HERE_BYTES:
+            self._hand_over(self._copy_blocks)
+        else:
+            self._copy_blocks()
+
+    def _copy_blocks(self) -> None:
+        if not self.begin():
+            if self.done():
+                self._let_go()
+            return
+        self._moving = 1
+        if self.hold():
+            threads = self._node.limits.copy_threads
+            try:
+                moved = all(
+                    [moves.move_blocks(leg.source.pairing, leg.request, self, threads=threads) for leg in self._legs]
+                )
+            finally:
+                self.drop()
+            if moved:
+                self.leg_moved()
+
+    def _launch(self, *, spare: bool = False) -> bool:
+        """Have the device copy, and see later that it has. False where no lane can be had at once.
+
+        With `spare` lanes are left to the mover threads, and none has to grow, which may wait for the device. Without,
+        a mover thread comes back to it when a lane has been given back.
+        """
+        of_device = self._legs[0].source.pairing.lanes
+        again = None if spare else lambda: self._hand_over(self._launch)
+        lanes = of_device.take(len(self._legs), spare=spare, otherwise=again)
+        if lanes is None:
+            return False
+        if spare and not all(leg.source.pairing.has_room(leg.request, lane) for leg in self._legs for lane in lanes):
+            of_device.give_back(lanes)
+            return False
+        if not self.begin() or not self.hold():
+            of_device.give_back(lanes)
+            if self.done():
+                self._let_go()
+            return True
+        self._moving = 1
+        if len(self._legs) == 1:
+            self._legs[0].ending.gate = self.gate
+        after = () if self._after is None else (self._after.address,)
+        flights = []
+        try:
+            for leg in self._legs:
+                flights.append(leg.source.pairing.launch(leg.request, lanes.pop(), after=after, ending=leg.ending))
+            for leg in self._legs:  # blocks that exist, whatever they are: the record's digest can wait for the launch
+                leg.source.peer.table.verify(leg.published, self._ticket)
+        except Exception as error:
+            self.abort(as_kvxfer_error(error))
+        of_device.give_back(lanes)  # those that are left
+        if not flights:
+            self.drop()
+            return True
+        self._flights = flights
+        self.driven_by(self._look_at_flights)
+        self._node.pool.watch(self._watch_flights)
+        return True
+
+    def arm(self) -> None:
+        """As of `Transfer`. Who neither waits nor polls depends on a mover thread."""
+        super().arm()
+        if self._flights:
+            self._node.pool.hurry()
+
+    def _watch_flights(self) -> None:
+        """See the end of it, if nobody has. Mover thread, which has others to look after."""
+        if self._flights:
+            self._look_at_flights(_WATCH_S, nap_us=_NAP_US)
+        if self._flights:
+            self._node.pool.watch(self._watch_flights)
+
+    def _look_at_flights(self, seconds: float, *, nap_us: int = 0) -> None:
+        """Wait up to so long for what was launched. Whoever sees the last byte arrive ends the transfer."""
+        until, failure = time.monotonic() + seconds, None
+        for flight in self._flights:
+            try:
+                if not flight.has_landed(max(0.0, until - time.monotonic()), nap_us=nap_us):
+                    return
+            except KvxferError as error:  # of the device: nothing more is written
+                failure = error
+        with self._lock:
+            flights, self._flights = self._flights, []
+            self.driven_by(None)
+        if not flights:  # another thread has seen it
+            return
+        if failure is not None:
+            self.abort(failure)
+            for flight in flights:
+                flight.lose()
+        else:
+            self.advance(sum(leg.request.nbytes for leg in self._legs))
+            for flight in flights:
+                flight.end()
+        moved = not self.stopping
+        self.drop()
+        if moved:
+            self.leg_moved()
+
+    # --- every way ------------------------------------------------------------------------------------------
 
     def _count(self, legs: list[Leg]) -> None:
         plans = [leg.plan.plan for leg in legs]
@@ -297,11 +460,11 @@ class Fetch(Transfer):
 
     def block_counts(self) -> dict[str, int]:
         """Destination blocks of each group: all that the publisher must know of them to cut the same plan."""
-        return {name: len(ids) for name, ids in self._dst_lists.items()}
+        return self._cache.blocks.counts(self._dst)
 
     def leg_moved(self) -> None:
         """The bytes of the legs moved here, or of one packed leg, are in place; confirm after the last one."""
-        with self._ended:
+        with self._lock:
             self._moving -= 1
             last = self._moving == 0
         if last:
@@ -339,48 +502,6 @@ class Fetch(Transfer):
 
 
 def release(node: Node, engine: Engine, ticket: Ticket) -> None:
-    """Tell every rank of the engine that this rank is done with the lease. Any thread."""
+    """Tell every rank of the engine, within some milliseconds, that this rank is done with the lease. Any thread."""
     message = Release(slot=ticket.slot, lease=ticket.lease, reader=node.identity.rank, readers=node.ranks)
-    node.progress.post(lambda: node.directory.send_all(engine, message))
-
-
-def sources_of(
-    engine: Engine, ticket: Ticket, cache: Cache, node: Node, wire: str, allow_missing: bool
-) -> list[Source]:
-    """The ranks that together fill this rank's cache, joined. Kept with the engine.
-
-    Raises InvalidTicket, FingerprintMismatch, LayoutMismatch.
-    """
-    key = (ticket.cache, cache.name, ticket.fingerprint, wire, allow_missing)
-    known = engine.joins.get(key)
-    if known is not None:
-        return known
-    holders = [peer for peer in engine.peers.values() if ticket.cache in peer.caches]
-    if not holders:
-        raise UnknownCache(f"no rank of engine {ticket.engine!r} has a cache {ticket.cache!r}")
-    caches = [peer.caches[ticket.cache] for peer in holders]
-    for remote in caches:
-        check_fingerprints(cache, remote, ticket)
-    first = node.identity.rank % len(caches)
-    layouts = tuple(remote.layout for remote in caches)
-    joins = join_packed(
-        layouts,
-        cache.layout,
-        wire,
-        first=first,
-        allow_missing=allow_missing,
-        src_scales=caches[0].scales,
-        dst_scales=cache.scales,
-    )
-    together = Sources(
-        key=new_transfer_id(), cache=ticket.cache, into_cache=cache.name, layouts=layouts, index=0, first=first
-    )
-    found = engine.joins[key] = [
-        Source(holders[j.source], caches[j.source], j, _for_index(together, j.source) if len(caches) > 1 else None)
-        for j in joins
-    ]
-    return found
-
-
-def _for_index(together: Sources, index: int) -> Sources:
-    return msgspec.structs.replace(together, index=index)
+    node.progress.post_soon(lambda: node.directory.send_all(engine, message))

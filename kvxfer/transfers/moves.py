@@ -16,7 +16,8 @@ import numpy as np
 
 from kvxfer.backends.base import Direction, Link, Operation
 from kvxfer.errors import KvxferError, as_kvxfer_error
-from kvxfer.kernels import PIECE_BYTES, PreparedPlan
+from kvxfer.kernels import PIECE_BYTES, HostPairing, PreparedPlan
+from kvxfer.plan.request import Request
 from kvxfer.transfers.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -51,6 +52,20 @@ def move_mapped(
             return False
         plan.copy(chunk, src_bases, dst_bases, threads=threads)
         transfer.advance(chunk.wire_bytes)
+    return True
+
+
+def move_blocks(
+    pairing: HostPairing, request: Request, transfer: Transfer, *, threads: int, piece_bytes: int = PIECE_BYTES
+) -> bool:
+    """Copy a request's blocks in host memory. False when the transfer was told to stop before the end."""
+    left = request.nbytes
+    while left > 0:
+        if transfer.stopping or transfer.done():
+            return False
+        moved = pairing.copy(request, piece_bytes, threads=threads)
+        transfer.advance(moved)
+        left -= moved
     return True
 
 

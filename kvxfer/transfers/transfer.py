@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvxfer import checks
@@ -38,6 +38,8 @@ class TransferState(enum.Enum):
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
+
+    __hash__ = object.__hash__  # members are looked up on every path, and an enum's own is Python
 
 
 TRANSITIONS: dict[TransferState, frozenset[TransferState]] = {
@@ -88,7 +90,8 @@ class Transfer:
         self._progress = progress
         self._what = what
         self._timeout_s = checks.seconds("timeout_s", timeout_s)
-        self._ended = threading.Condition()
+        self._lock = threading.RLock()
+        self._ended = threading.Condition(self._lock)  # notified at the end
         self._state = TransferState.POSTED
         self._error: KvxferError | None = None
         self._callbacks: list[Callable[[Transfer], None]] = []
@@ -100,7 +103,9 @@ class Transfer:
         self._waiting_for = ""
         self._job: Job | None = None
         self._job_is_short = False
-        self._stats = TransferStats()
+        self._drive: Callable[[float], None] | None = None
+        self._counted: dict[str, Any] = {}  # fields of the statistics
+        self._stats: TransferStats | None = None  # once it has ended
         self._moved_bytes = 0
         self._started = time.monotonic()
         self._stop_call: Callable[[], None] = lambda: None
@@ -117,17 +122,21 @@ class Transfer:
     @property
     def stats(self) -> TransferStats:
         """Statistics; complete once the transfer has ended."""
-        return self._stats
+        return self._stats or TransferStats(**self._counted)
 
     @property
     def progress(self) -> float:
         """Share of the bytes that have moved, 0 to 1; grows in steps of a few MiB."""
         if self._state is TransferState.DONE:
             return 1.0
-        return min(1.0, self._moved_bytes / self._stats.bytes) if self._stats.bytes else 0.0
+        total = self._counted.get("bytes", 0)
+        return min(1.0, self._moved_bytes / total) if total else 0.0
 
     def done(self) -> bool:
         """Whether it has ended, in whatever way. The blocks are then no longer written to."""
+        drive = self._drive
+        if drive is not None:
+            drive(0.0)
         if self._state not in ENDED and self.remaining_s <= 0:
             self._expire()
         return self._state in ENDED
@@ -156,7 +165,11 @@ class Transfer:
                 raise DeadlineExceeded(f"{self._what} has not ended within {timeout_s:g} s; it is {self._state.value}")
             if self.remaining_s > 0:  # past its deadline it only drains
                 left = min(left, self.remaining_s)
-            with self._ended:
+            drive = self._drive
+            if drive is not None:
+                drive(left)
+                continue
+            with self._lock:
                 self._ended.wait_for(lambda: self._state in ENDED or self._abandoned, left)
         return self.result()
 
@@ -168,7 +181,7 @@ class Transfer:
             raise InvalidRequest(f"{self._what} is still {self._state.value}; wait for it first")
         if self._error is not None:
             raise self._error
-        return self._stats
+        return self.stats
 
     def exception(self) -> KvxferError | None:
         """The error of a transfer that ended badly, else None."""
@@ -182,7 +195,7 @@ class Transfer:
         """Call ``callback(transfer)`` on the progress thread once it has ended, also when it has already."""
         if not callable(callback):
             raise InvalidRequest(f"a callback must be callable, got {type(callback).__name__}")
-        with self._ended:
+        with self._lock:
             waiting = self._state not in ENDED
             if waiting:
                 self._callbacks.append(callback)
@@ -221,7 +234,7 @@ class Transfer:
         if self._gates is None:
             raise InvalidRequest("wait_on needs a cache in GPU memory; for a cache in host memory use wait()")
         self.arm()
-        with self._ended:
+        with self._lock:
             if self._gate is not None:  # else it has ended
                 self._gates.open_by(self._gate, self._started + self._timeout_s + _DRAIN_S)
                 self._gate.hold(stream)
@@ -248,13 +261,13 @@ class Transfer:
 
     def arm(self) -> None:
         """Have the progress thread end the transfer at its deadline, for callers that neither wait nor poll."""
-        with self._ended:
+        with self._lock:
             armed, self._armed = self._armed, True
         if not armed:
             self._progress.post(self._set_timer)
 
     def _set_timer(self) -> None:
-        with self._ended:
+        with self._lock:
             if self._state not in ENDED:
                 self._timer = self._progress.call_later(max(0.0, self.remaining_s), self._expire)
 
@@ -300,18 +313,23 @@ class Transfer:
         self._job_is_short = short
         self._job = job
 
+    def driven_by(self, drive: Callable[[float], None] | None) -> None:
+        """What `done` and `wait` call while bytes move by themselves, with the seconds that it may take; it looks
+        whether they have arrived, and ends the transfer then. None once somebody has seen to that."""
+        self._drive = drive
+
     def begin(self) -> bool:
         """From posted to moving: the first byte is about to be written. False when it must not."""
-        with self._ended:
+        with self._lock:
             if self._state is not TransferState.POSTED:
                 return False
             self._move_to(TransferState.MOVING)
-            self._stats = replace(self._stats, posted_s=time.monotonic() - self._started)
+            self._counted["posted_s"] = time.monotonic() - self._started
             return True
 
     def hold(self) -> bool:
         """Somebody is about to write. False when nobody may start any more. Pair with `drop`."""
-        with self._ended:
+        with self._lock:
             if self._state not in (TransferState.POSTED, TransferState.MOVING):
                 return False
             self._writers += 1
@@ -319,19 +337,19 @@ class Transfer:
 
     def drop(self) -> None:
         """One that held writes no more."""
-        with self._ended:
+        with self._lock:
             self._writers -= 1
         self._end_if_drained()
 
     def advance(self, nbytes: int) -> None:
         """That many bytes more are in place."""
-        with self._ended:
+        with self._lock:
             self._moved_bytes += nbytes
 
     def count(self, **changes: object) -> None:
         """Put numbers into the statistics."""
-        with self._ended:
-            self._stats = replace(self._stats, **changes)
+        with self._lock:
+            self._counted.update(changes)
 
     @property
     def gate(self) -> Gate | None:
@@ -340,13 +358,13 @@ class Transfer:
 
     def open_gate(self) -> None:
         """Every byte is in place: let streams pass that wait for it. The verdict may still be to come."""
-        with self._ended:
+        with self._lock:
             if self._gate is not None:
                 self._gate.open()
 
     def succeed(self) -> bool:
         """From moving to done. False when it was aborted before."""
-        with self._ended:
+        with self._lock:
             if self._state is not TransferState.MOVING:
                 return False
             self._move_to(TransferState.DONE)
@@ -355,7 +373,7 @@ class Transfer:
 
     def abort(self, error: KvxferError) -> None:
         """Fail with `error`: at once when nobody writes, else when the last writer has dropped. Idempotent."""
-        with self._ended:
+        with self._lock:
             if self._state not in (TransferState.POSTED, TransferState.MOVING):
                 return
             self._error = error
@@ -365,7 +383,7 @@ class Transfer:
 
     def abandon(self) -> None:
         """The connector closes while somebody may still write: wake whoever waits, with an error. Never `done()`."""
-        with self._ended:
+        with self._lock:
             self._abandoned = True
         self._announce()
 
@@ -376,7 +394,7 @@ class Transfer:
         )
 
     def _end_if_drained(self) -> None:
-        with self._ended:
+        with self._lock:
             if self._state is not TransferState.CANCELLING or self._writers:
                 return
             cancelled = isinstance(self._error, Cancelled)
@@ -387,11 +405,11 @@ class Transfer:
         assert state in TRANSITIONS[self._state], (self._state, state)
         self._state = state
         if state in ENDED:
-            self._stats = replace(self._stats, seconds=time.monotonic() - self._started)
+            self._stats = TransferStats(**self._counted, seconds=time.monotonic() - self._started)
 
     def _announce(self) -> None:
         self.open_gate()
-        with self._ended:
+        with self._lock:
             if self._gate is not None and self._state in ENDED:  # nobody opens it any more
                 self._gates.give_back(self._gate)
                 self._gate = None

@@ -341,6 +341,79 @@ def test_a_word_in_memory_that_is_not_pinned_is_written_by_the_host():
     assert memory[0] == 5 and not busy.is_busy()
 
 
+# --- launched by the caller, seen by whoever looks ---------------------------------------------------------
+
+
+def test_a_fetch_is_launched_before_the_call_returns(peer):
+    """The reader's stream is busy, so nothing can have been moved yet, and no mover thread has been needed."""
+    layout = paged()
+    name = register(peer, layout)
+    with Here(layout, name=name).meet(peer) as here:
+        free = len(here.connector._node.kernels.lanes("cuda:0")._free)
+        busy = BusyStream()
+        busy.work(ROUNDS)
+        began = time.monotonic()
+        transfer = here.cache.fetch(peer.publish(name, IDS, tokens=TOKENS), into=INTO, stream=busy.stream)
+        host_s = time.monotonic() - began
+        assert transfer.state is TransferState.MOVING and not transfer.done() and busy.is_busy()
+        assert len(here.connector._node.kernels.lanes("cuda:0")._free) == free - 1
+        with pytest.raises(errors.DeadlineExceeded, match="has not ended"):
+            transfer.wait(0.001)
+        assert transfer.wait(20).way == "mapped" and host_s < 0.1, host_s
+        assert_fetched(here, peer.contents(name))
+        assert len(here.connector._node.kernels.lanes("cuda:0")._free) == free
+
+
+def test_a_fetch_that_nobody_looks_at_ends_and_releases(peer):
+    layout = paged()
+    name = register(peer, layout)
+    with Here(layout, name=name).meet(peer) as here:
+        ticket = peer.publish(name, IDS, tokens=TOKENS)
+        transfer = here.cache.fetch(ticket, into=INTO)
+        until(lambda: transfer.state is TransferState.DONE, what="the end")
+        assert peer.lease_state(ticket, 10.0) == "released"
+        called = threading.Event()
+        other = here.cache.fetch(peer.publish(name, IDS, tokens=TOKENS), into=INTO)
+        other.add_done_callback(lambda _: called.set())
+        assert called.wait(10) and other.state is TransferState.DONE
+        assert_fetched(here, peer.contents(name))
+
+
+def test_more_fetches_at_once_than_lanes(peer):
+    layout = paged()
+    name = register(peer, layout)
+    with Here(layout, name=name).meet(peer) as here:
+        lanes = here.connector._node.kernels.lanes("cuda:0")
+        busy, made = BusyStream(), lanes._made
+        busy.work(ROUNDS)
+        fetches = [
+            here.cache.fetch(peer.publish(name, {"full": [b]}, tokens=16), into={"full": [b]}, stream=busy.stream)
+            for b in range(BLOCKS)
+        ]
+        for transfer in fetches:
+            transfer.wait(20)
+        there = peer.contents(name)
+        for layer in layout.layers:
+            assert np.array_equal(here.rows(layer), there[layer].reshape(BLOCKS, -1))
+        until(lambda: len(lanes._free) == lanes._made == made, what="every lane given back, and none made")
+
+
+def test_one_large_list_after_small_ones(peer):
+    """Tables that outgrow the lane's memory, and are copied to the device first."""
+    layout = paged(num_blocks=100_000, kv_heads=1, head_dim=16)
+    name = register(peer, layout)
+    with Here(layout, name=name) as here:
+        for count in (1, 5000, 99_999, 3):
+            ids = np.random.default_rng(count).permutation(100_000)[:count].astype(np.int32)
+            into = np.random.default_rng(count + 1).permutation(100_000)[:count].astype(np.int32)
+            ticket = peer.publish(name, {"full": ids}, tokens=16 * count)
+            stats = here.cache.fetch(ticket, into={"full": into}).wait(20)
+            assert stats.way == "mapped" and stats.copies == 2 * count
+            there = peer.contents(name)
+            for layer in layout.layers:
+                assert np.array_equal(here.rows(layer)[into], there[layer].reshape(100_000, -1)[ids])
+
+
 # --- unequal caches, host memory ----------------------------------------------------------------------------
 
 

@@ -209,3 +209,54 @@ def test_an_abandoned_transfer_opens_its_gate_and_keeps_it_until_it_has_drained(
 def test_host_caches_have_no_streams(progress: ProgressThread) -> None:
     with pytest.raises(errors.InvalidRequest, match="GPU"):
         Transfer(progress, timeout_s=30, what="a test").wait_on(7)
+
+
+def test_who_asks_drives_what_moves_by_itself(progress: ProgressThread) -> None:
+    transfer = in_state(progress, S.POSTED)
+    assert transfer.begin() and transfer.hold()
+    arrived, asked = threading.Event(), []
+
+    def drive(seconds: float) -> None:
+        asked.append(seconds)
+        if arrived.wait(seconds):
+            transfer.driven_by(None)
+            transfer.drop()
+            transfer.succeed()
+
+    transfer.driven_by(drive)
+    assert not transfer.done() and asked == [0.0]
+    with pytest.raises(errors.DeadlineExceeded, match="has not ended within"):
+        transfer.wait(0.01)
+    assert all(seconds <= 0.01 for seconds in asked)
+    threading.Timer(0.02, arrived.set).start()
+    assert transfer.wait(20).seconds > 0
+    before = len(asked)
+    assert transfer.done() and len(asked) == before
+
+
+def test_what_moves_by_itself_is_awaited_past_the_deadline(progress: ProgressThread) -> None:
+    transfer = Transfer(progress, timeout_s=0.05, what="a test")
+    assert transfer.begin() and transfer.hold()
+    arrived = threading.Event()
+
+    def drive(seconds: float) -> None:
+        if arrived.wait(seconds):
+            transfer.driven_by(None)
+            transfer.drop()
+
+    transfer.driven_by(drive)
+    threading.Timer(0.2, arrived.set).start()
+    with pytest.raises(errors.DeadlineExceeded, match="ran past its deadline"):
+        transfer.wait(20)
+    assert arrived.is_set() and transfer.state is S.FAILED
+
+
+def test_statistics_can_be_read_at_any_time(progress: ProgressThread) -> None:
+    transfer = in_state(progress, S.POSTED)
+    transfer.count(way="mapped", bytes=10)
+    assert (transfer.stats.way, transfer.stats.bytes, transfer.stats.seconds) == ("mapped", 10, 0.0)
+    assert transfer.begin()
+    transfer.advance(5)
+    assert transfer.progress == 0.5 and transfer.stats.posted_s > 0
+    assert transfer.succeed()
+    assert transfer.result() is transfer.stats and transfer.stats.seconds >= transfer.stats.posted_s
