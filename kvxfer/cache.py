@@ -5,10 +5,11 @@ Imports node, fetch, send, packed and plan; made by `Connector.register`.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvxfer import checks, formats, kernels
@@ -22,15 +23,15 @@ from kvxfer.errors import (
     InvalidLayout,
     InvalidRequest,
     InvalidTicket,
-    KvxferError,
     LeaseExpired,
 )
 from kvxfer.formats import PackedJoin, PackedPlan
 from kvxfer.layout import CacheLayout
+from kvxfer.layout.shapes import check_arrays
 from kvxfer.lease import Lease
 from kvxfer.node import Node
 from kvxfer.peers.remote import Peer
-from kvxfer.plan import BlockLists, TransferPlan, check_blocks
+from kvxfer.plan import BlockLists, TransferPlan, check_blocks, check_tokens
 from kvxfer.plan.request import BlockTable, Pairing
 from kvxfer.ticket import Record, Ticket
 from kvxfer.transfers import shelf
@@ -136,16 +137,21 @@ class Cache:
         """
         node = self._node
         node.check_open()
-        check_ttl(ttl_s, node.limits.max_ttl_s)
+        ttl_s, tokens = check_ttl(ttl_s, node.limits.max_ttl_s), check_tokens(tokens)
         lists = check_blocks(self.layout, blocks, tokens=tokens, role="source")
         ahead = None if pack_ahead is None else self._own_join(pack_ahead)
         write_ready, after = self._writer_on(stream), None if ahead is None else self._event_on(stream)
         record = Record.of(tokens, lists).encode()
         signed = self._ticket_for(Role.FETCH, record, tokens, ttl_s, request_id, ticket)
-        lease = Lease(signed, lists, time.monotonic() + ttl_s, node)
-        self._publish(lease, record, numbered_here=ticket is None, write_ready=write_ready)
+        with self._slot_of(signed, numbered_here=ticket is None):
+            lease = Lease(signed, lists, time.monotonic() + ttl_s, node)
+            node.publish(lease, record, write_ready)
         if ahead is not None:
-            shelf.pack_ahead(node, self, lease, ahead, after)
+            try:
+                shelf.pack_ahead(node, self, lease, ahead, after)
+            except BaseException:
+                lease.release()  # whoever called learns of no lease
+                raise
         return lease
 
     def fetch(
@@ -189,7 +195,7 @@ class Cache:
             lists,
             wire=wire,
             timeout_s=timeout_s,
-            allow_missing=allow_missing,
+            allow_missing=bool(allow_missing),
             after=self._event_on(stream),
         )
         self._use(parsed, fetch)
@@ -217,13 +223,14 @@ class Cache:
         """
         node = self._node
         node.check_open()
-        check_ttl(ttl_s, node.limits.max_ttl_s)
+        ttl_s, tokens = check_ttl(ttl_s, node.limits.max_ttl_s), check_tokens(tokens)
         lists = check_blocks(self.layout, blocks, tokens=tokens, role="destination")
         self._check_writable()
         record = Record.of(tokens, lists).encode()
         signed = self._ticket_for(Role.SEND, record, tokens, ttl_s, request_id, ticket)
-        reservation = Reservation(node, self, signed, lists)
-        self._publish(reservation, record, numbered_here=ticket is None)
+        with self._slot_of(signed, numbered_here=ticket is None):
+            reservation = Reservation(node, self, signed, lists)
+            node.publish(reservation, record)
         reservation.on_end(lambda: node.withdraw(reservation))
         node.track(reservation)
         reservation.arm()
@@ -263,10 +270,10 @@ class Cache:
             self,
             parsed,
             lists,
-            layerwise=layerwise,
+            layerwise=bool(layerwise),
             wire=wire,
             timeout_s=timeout_s,
-            allow_missing=allow_missing,
+            allow_missing=bool(allow_missing),
             after=self._event_on(stream),
         )
         self._use(parsed, send)
@@ -373,19 +380,14 @@ class Cache:
             self._own_joins[name] = shelf.own_join(self, name)
         return self._own_joins[name]
 
-    def _publish(
-        self,
-        promise: Lease | Reservation,
-        record: bytes,
-        *,
-        numbered_here: bool,
-        write_ready: Callable[[int, int], None] | None = None,
-    ) -> None:
+    @contextlib.contextmanager
+    def _slot_of(self, ticket: Ticket, *, numbered_here: bool) -> Iterator[None]:
+        """Give the lease slot back when what is under the ticket is not published after all."""
         try:
-            self._node.publish(promise, record, write_ready)
-        except KvxferError:
+            yield
+        except BaseException:
             if numbered_here:  # else the slot is its issuer's, and may hold this very lease
-                self._node.numbers.give_back(promise.ticket.slot, promise.ticket.lease)
+                self._node.numbers.give_back(ticket.slot, ticket.lease)
             raise
 
     def _event_on(self, stream: object) -> Event | None:
@@ -433,7 +435,7 @@ def sign_ticket(
 
     `holds_slot_s` bounds how long the slot is taken, for tickets whose lease ends in other processes.
     """
-    checks.text("request_id", request_id, longest=_MAX_REQUEST_ID, empty=True)
+    request_id = checks.text("request_id", request_id, longest=_MAX_REQUEST_ID, empty=True)
     slot, lease = node.numbers.take(holds_slot_s)
     try:
         return tickets.sign(
@@ -446,13 +448,13 @@ def sign_ticket(
             slot=slot,
             lease=lease,
             request_id=request_id,
-            tokens=int(tokens),
-            ttl_s=float(ttl_s),
+            tokens=tokens,
+            ttl_s=ttl_s,
             record_bytes=len(record),
             digest=tickets.digest(record),
             fingerprint=fingerprint,
         )
-    except KvxferError:
+    except BaseException:
         node.numbers.give_back(slot, lease)
         raise
 
@@ -469,14 +471,20 @@ def _spans(arrays: Mapping[str, Any] | None, layout: CacheLayout) -> dict[str, S
     names = {region.name for region in layout.regions}
     if arrays.keys() != names:
         raise InvalidLayout(
-            f"the layout's regions are {sorted(names)[:8]}, the arrays are called {sorted(arrays.keys())[:8]}"
+            f"the layout's regions are {sorted(names)[:8]}, the arrays are called {sorted(arrays.keys(), key=str)[:8]}"
         )
     spans = {region.name: span_of(region.name, arrays[region.name]) for region in layout.regions}
     _check_apart(spans)
+    check_arrays(layout, ((name, span.dtype, span.itemsize, span.shape) for name, span in spans.items()))
     for region in layout.regions:
         span = spans[region.name]
         if span.nbytes < region.nbytes:
             raise BufferTooSmall(f"region {region.name!r}: the layout needs {region.nbytes} bytes, got {span.nbytes}")
+        if span.nbytes > region.nbytes and len(span.shape) > 1:
+            raise InvalidLayout(
+                f"region {region.name!r}: the layout says {region.nbytes} bytes, the array of shape {span.shape} has "
+                f"{span.nbytes}; storage that is larger than the cache is registered as an array of one axis"
+            )
         if span.device != region.device:
             raise InvalidLayout(
                 f"region {region.name!r}: layout says device {region.device!r}, it is on {span.device!r}"
@@ -495,15 +503,31 @@ def _check_apart(spans: Mapping[str, Span]) -> None:
 
 def _checked_scales(scales: Mapping[str, Mapping[str, float]], layout: CacheLayout) -> dict[str, dict[str, float]]:
     checks.instance("scales", scales, Mapping)
+    planes_of = _plane_names(layout)
     checked: dict[str, dict[str, float]] = {}
     for layer, planes in scales.items():
-        if layer not in layout.layers:
+        if layer not in planes_of:
             raise InvalidRequest(f"scales name layer {layer!r}, which the layout does not have")
         checks.instance(f"scales of layer {layer!r}", planes, Mapping)
-        for plane, scale in planes.items():
-            checks.positive(f"the scale of {layer!r} {plane!r}", scale)
-        checked[layer] = {plane: float(scale) for plane, scale in planes.items()}
+        unknown = [plane for plane in planes if plane not in planes_of[layer]]
+        if unknown:
+            raise InvalidRequest(
+                f"scales of layer {layer!r} name planes {unknown}; its records have {sorted(planes_of[layer])}"
+            )
+        checked[str(layer)] = {
+            str(plane): checks.positive(f"the scale of {layer!r} {plane!r}", scale) for plane, scale in planes.items()
+        }
     return checked
+
+
+def _plane_names(layout: CacheLayout) -> dict[str, set[str]]:
+    """Names of each layer's planes; none of a layer whose records are opaque."""
+    records = {record.tag: record for record in layout.records}
+    names: dict[str, set[str]] = {}
+    for group in layout.groups:
+        for piece in group.slices:
+            names.setdefault(piece.layer, set()).update(plane.name for plane in records[piece.record].planes)
+    return names
 
 
 def _one_device(layout: CacheLayout) -> str:
@@ -513,6 +537,6 @@ def _one_device(layout: CacheLayout) -> str:
     return devices[0]
 
 
-def check_ttl(ttl_s: float, limit: float) -> None:
+def check_ttl(ttl_s: float, limit: float) -> float:
     """InvalidRequest unless a lease may run for `ttl_s` seconds."""
-    checks.seconds("ttl_s (bounded by max_ttl_s)", ttl_s, most=limit)
+    return checks.seconds("ttl_s (bounded by max_ttl_s)", ttl_s, most=limit)

@@ -11,25 +11,29 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from kvxfer import checks
 from kvxfer import ticket as tickets
 from kvxfer.backends.base import Backend, Costs
 from kvxfer.backends.discovery import start_backends
 from kvxfer.cache import AnyTicket, Cache, check_ttl, sign_ticket
 from kvxfer.control import auth
-from kvxfer.control.messages import Identity, Renew, Role
-from kvxfer.errors import InvalidRequest, NoCommonBackend
+from kvxfer.control.messages import Description, Identity, Renew, Role, nbytes_of
+from kvxfer.errors import InvalidRequest, KvxferError, NoCommonBackend
 from kvxfer.extras import need
 from kvxfer.layout import CacheLayout
 from kvxfer.metrics import Metrics
 from kvxfer.node import Limits, Node
-from kvxfer.plan import BlockLists, check_blocks
+from kvxfer.plan import BlockLists, check_blocks, check_tokens
 from kvxfer.ticket import Record, Ticket
 from kvxfer.transfers.fetch import release
 
 _log = logging.getLogger(__name__)
 
 WAYS = ("mapped", "direct", "packed")
+_MAX_GENERATION = 2**63 - 1
+_MAX_RANKS = 1 << 20
 
 
 class Connector:
@@ -89,22 +93,27 @@ class Connector:
         Raises InvalidRequest, NoCommonBackend, SharedMemoryFull.
         """
         key = auth.secret_bytes(secret)
-        checks.text("name", name)
-        if engine is not None:
-            checks.text("engine", engine)
-        if generation is not None:
-            checks.integer("generation", generation, 0, 2**63 - 1)
-        checks.integer("rank", rank, 0, checks.integer("ranks", ranks, 1, 1 << 20) - 1)
-        checks.endpoint("listen", listen)
+        name = checks.text("name", name)
+        engine = name if engine is None else checks.text("engine", engine)
+        if generation is None:
+            generation = secrets.randbits(63)
+        generation = checks.integer("generation", generation, 0, _MAX_GENERATION)
+        ranks = checks.integer("ranks", ranks, 1, _MAX_RANKS)
+        rank = checks.integer("rank", rank, 0, ranks - 1)
+        listen = checks.endpoint("listen", listen)
         if advertise is not None:
-            checks.endpoint("advertise", advertise)
+            advertise = checks.endpoint("advertise", advertise)
+            if _is_wildcard(advertise):
+                raise InvalidRequest(f"advertise must be an address that peers can dial, got the wildcard {advertise}")
         if costs is not None:
             checks.instance("costs", costs, Costs)
         if limits is not None:
             checks.instance("limits", limits, Limits)
-        _check_members(members or {})
+        limits = limits or Limits()
         if isinstance(ways, str) or not isinstance(ways, Sequence):
             raise InvalidRequest(f"ways must be a sequence of {', '.join(WAYS)}; got {ways!r:.80}")
+        if not isinstance(backends, (str, Backend, Sequence)):
+            raise InvalidRequest(f"backends must be 'auto', or names or instances of backends; got {backends!r:.80}")
         if checksums:
             need("xxhash", "checksum")
         unknown = [way for way in ways if way not in WAYS]
@@ -116,25 +125,27 @@ class Connector:
             )
         if advertise is None and _is_wildcard(listen):
             raise InvalidRequest(f"{listen} is a wildcard: pass advertise= with the address that peers should dial")
+        identity = Identity(
+            name=name,
+            engine=engine,
+            generation=generation,
+            rank=rank,
+            endpoint=listen,
+            members=_checked_members({} if members is None else members),
+        )
+        _check_fits(identity, limits)
         loopback = auth.is_loopback(listen)
         started, self.why_not = start_backends(backends, loopback=loopback)  # why_not: of backends that do not run
         self._node = Node(
-            Identity(
-                name=name,
-                engine=engine or name,
-                generation=secrets.randbits(63) if generation is None else generation,
-                rank=rank,
-                endpoint=listen,
-                members=dict(members or {}),
-            ),
+            identity,
             ranks=ranks,
             secret=key,
             backends=started,
             ways=ways,
-            checksums=checksums,
-            check_finite=check_finite,
+            checksums=bool(checksums),
+            check_finite=bool(check_finite),
             costs=costs,
-            limits=limits or Limits(),
+            limits=limits,
             listen=listen,
             advertise=advertise,
         )
@@ -170,8 +181,9 @@ class Connector:
     def set_members(self, members: Mapping[int, str]) -> None:
         """Tell peers that dial from now on where the engine's ranks listen (rank: endpoint)."""
         self._node.check_open()
-        _check_members(members)
-        self._node.on_progress(lambda: self._node.set_identity(members=dict(members)))
+        known = _checked_members(members)
+        _check_fits(msgspec.structs.replace(self._node.identity, members=known), self._node.limits)
+        self._node.on_progress(lambda: self._node.set_identity(members=known))
 
     def join_engine(self, engine: str, generation: int) -> None:
         """Belong to an engine whose name and generation another of its processes has chosen.
@@ -179,8 +191,8 @@ class Connector:
         For a rank that starts before its scheduler, and before it publishes anything.
         """
         self._node.check_open()
-        checks.text("engine", engine)
-        checks.integer("generation", generation, 0, 2**63 - 1)
+        engine = checks.text("engine", engine)
+        generation = checks.integer("generation", generation, 0, _MAX_GENERATION)
         self._node.on_progress(lambda: self._node.set_identity(engine=engine, generation=generation))
 
     # --- caches and tickets ---------------------------------------------------------------------------------
@@ -199,15 +211,22 @@ class Connector:
         addresses in the layout, whose memory the caller keeps. Memory from `kvxfer.shared_empty` is read and written by
         peers of this host in place.
 
+        An array has the dtype of the region's planes, or is an integer of their size, and its axes are the layout's,
+        of which neighbours may be one. Bytes (uint8, int8) may have any shape. Sizes are equal; only an array of one
+        axis is storage that may be larger than the region, from its first byte on, and its rest is left alone.
+
         `scales` maps layers to their planes' scales, where values are stored divided by one factor per tensor that is
         not in the cache itself (``{"layers.0": {"k": 0.5, "v": 0.25}}`` for fp8 keys and values): a transfer between
         caches of other formats or scales applies it. A plane that is not named has scale 1.
+
+        Peers learn of the cache in one message: with layouts of many thousand slices it may be over
+        `Limits.max_message_bytes`, which is refused here.
 
         Raises InvalidLayout, InvalidRequest, BufferTooSmall, SharedMemoryFull, Closed.
         """
         node = self._node
         node.check_open()
-        checks.text("the cache's name", name)
+        name = checks.text("the cache's name", name)
         checks.instance("layout", layout, CacheLayout)
         if arrays is not None:
             checks.instance("arrays", arrays, Mapping)
@@ -216,17 +235,22 @@ class Connector:
                 raise NoCommonBackend(
                     f"region {region.name!r} is on {region.device!r}; none of {', '.join(node.backends)} reaches it"
                 )
-        cache = Cache(node, name, arrays, layout, scales or {})
+        cache = Cache(node, name, arrays, layout, {} if scales is None else scales)
 
         def announce() -> None:
             if name in node.caches:
                 raise InvalidRequest(f"there is a cache {name!r} already; pass another name")
             node.caches[name] = cache
+            try:
+                _check_fits(node.describe(False), node.limits)
+            except InvalidRequest:
+                del node.caches[name]
+                raise
             node.directory.announce()
 
         try:
             node.on_progress(announce)
-        except InvalidRequest:
+        except BaseException:
             cache.deregister()
             raise
         return cache
@@ -253,8 +277,8 @@ class Connector:
         node = self._node
         node.check_open()
         role_name = "source" if role is Role.FETCH else "destination"
-        check_ttl(ttl_s, node.limits.max_ttl_s)
-        checks.text("cache", cache)
+        ttl_s, tokens = check_ttl(ttl_s, node.limits.max_ttl_s), check_tokens(tokens)
+        cache = checks.text("cache", cache)
         checks.instance("layout", layout, CacheLayout)
         checks.instance("role", role, Role)
         lists = check_blocks(layout, blocks, tokens=tokens, role=role_name)
@@ -296,7 +320,7 @@ class Connector:
             lambda: node.directory.look_up(
                 parsed,
                 lambda engine: release(node, engine, parsed),
-                lambda error: _log.warning("the lease of %r was not released: %s", parsed.request_id, error),
+                lambda error: self._not_reached(parsed, "released", error),
             )
         )
 
@@ -307,16 +331,20 @@ class Connector:
         """
         node = self._node
         node.check_open()
-        checks.seconds("ttl_s", ttl_s)
+        ttl_s = checks.seconds("ttl_s", ttl_s)
         parsed = tickets.parse(ticket, node.secret)
         message = Renew(slot=parsed.slot, lease=parsed.lease, ttl_s=ttl_s)
         node.progress.post(
             lambda: node.directory.look_up(
                 parsed,
                 lambda engine: node.directory.send_all(engine, message),
-                lambda error: _log.warning("the lease of %r was not renewed: %s", parsed.request_id, error),
+                lambda error: self._not_reached(parsed, "renewed", error),
             )
         )
+
+    def _not_reached(self, ticket: Ticket, what: str, error: KvxferError) -> None:
+        level = logging.DEBUG if self._node.closed else logging.WARNING  # to a connector that closes it is no news
+        _log.log(level, "the lease of %r was not %s: %s", ticket.request_id, what, error)
 
     # --- life -----------------------------------------------------------------------------------------------
 
@@ -334,11 +362,24 @@ class Connector:
         return f"<Connector {self.name!r} at {self.endpoint}, backends {', '.join(self.backends)}>"
 
 
-def _check_members(members: Mapping[int, str]) -> None:
+def _checked_members(members: Mapping[int, str]) -> dict[int, str]:
     checks.instance("members", members, Mapping)
+    checked = {}
     for rank, endpoint in members.items():
-        checks.integer("a rank in members", rank, 0, 1 << 20)
-        checks.endpoint(f"the endpoint of rank {rank}", endpoint)
+        number = checks.integer("a rank in members", rank, 0, _MAX_RANKS)
+        checked[number] = checks.endpoint(f"the endpoint of rank {number}", endpoint, dialled=True)
+    return checked
+
+
+def _check_fits(said: Identity | Description, limits: Limits) -> None:
+    """InvalidRequest when peers could not be told, since it is more than a message may have."""
+    nbytes = nbytes_of(said)
+    if nbytes > limits.max_message_bytes:
+        what = "name, endpoint and members" if isinstance(said, Identity) else "registered caches, with this one,"
+        raise InvalidRequest(
+            f"this connector's {what} take {nbytes} bytes in a message to peers; max_message_bytes is "
+            f"{limits.max_message_bytes}: raise it on both sides (Limits), or register fewer slices"
+        )
 
 
 def _is_wildcard(endpoint: str) -> bool:

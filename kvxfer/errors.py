@@ -151,9 +151,12 @@ def as_kvxfer_error(error: BaseException) -> KvxferError:
     return wrapped
 
 
+def by_name(name: str) -> type[KvxferError]:
+    """The error class that a peer named; TransferError for a name that is not ours."""
+    kind = globals().get(name)
+    return kind if isinstance(kind, type) and issubclass(kind, KvxferError) else TransferError
+
+
 def rebuild(name: str, reason: str) -> KvxferError:
     """The error that a peer reported by class name; a class that is not ours becomes a TransferError."""
-    kind = globals().get(name)
-    if not (isinstance(kind, type) and issubclass(kind, KvxferError)):
-        kind = TransferError
-    return kind(f"the peer reports: {reason}")
+    return by_name(name)(f"the peer reports: {reason}")

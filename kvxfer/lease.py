@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvxfer import checks, kernels
-from kvxfer.errors import InvalidRequest, InvalidTicket, KvxferError, LeaseTableFull
+from kvxfer.errors import InvalidRequest, InvalidTicket, LeaseTableFull
 from kvxfer.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class LeaseTable:
             else:
                 try:
                     write_ready(ready, lease)
-                except KvxferError:
+                except BaseException:
                     del self._records[slot]
                     self._arena.give_back(offset, len(record))
                     raise

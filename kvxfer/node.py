@@ -26,6 +26,7 @@ from kvxfer.backends.base import Backend, Costs, Operation, Registration
 from kvxfer.control.channel import Channel, Session
 from kvxfer.control.messages import (
     MAX_MESSAGE_BYTES,
+    NO_TRANSFER,
     CacheInfo,
     Claim,
     Description,
@@ -93,9 +94,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, most in _MOST.items():
-            checks.integer(name, getattr(self, name), 1, most)
+            object.__setattr__(self, name, checks.integer(name, getattr(self, name), 1, most))
         for name in ("max_ttl_s", "heartbeat_s", "peer_timeout_s", "dial_timeout_s"):
-            checks.seconds(name, getattr(self, name))
+            object.__setattr__(self, name, checks.seconds(name, getattr(self, name)))
         if self.peer_timeout_s <= self.heartbeat_s:
             raise InvalidRequest(
                 f"peer_timeout_s ({self.peer_timeout_s:g}) must be longer than heartbeat_s ({self.heartbeat_s:g})"
@@ -365,7 +366,7 @@ class Node:
             self.promises.setdefault(ticket.slot, promise)
             try:
                 table.publish(ticket.slot, ticket.lease, record, write_ready)
-            except KvxferError:
+            except BaseException:
                 if self.promises[ticket.slot] is promise:
                     del self.promises[ticket.slot]
                 raise
@@ -491,6 +492,8 @@ class Node:
             remember(peer.sources, message.key, message, limit=_MAX_SOURCES)
         elif isinstance(message, (Pull, Claim)):
             self._serve(peer, message)
+        elif isinstance(message, Refused) and message.transfer == NO_TRANSFER:
+            self.directory.refused(session, message)
         else:
             _converse(peer, message)
 

@@ -24,8 +24,15 @@ import msgspec
 import zmq
 
 from kvxfer.control import auth, messages
-from kvxfer.control.messages import Bye, Hello, Identity, Message, Ping, Welcome
-from kvxfer.errors import AuthenticationError, InvalidRequest, KvxferError, PeerGone, ResourceExhausted
+from kvxfer.control.messages import Bye, Hello, Identity, Message, Ping, Refused, Welcome
+from kvxfer.errors import (
+    AuthenticationError,
+    InvalidRequest,
+    KvxferError,
+    PeerGone,
+    ProtocolMismatch,
+    ResourceExhausted,
+)
 from kvxfer.progress import ProgressThread, Timer, need_descriptors
 
 _log = logging.getLogger(__name__)
@@ -35,6 +42,8 @@ _HEADER = struct.Struct("<4sHHQ16s")
 _HANDSHAKE, _FROM_DIALER, _FROM_LISTENER = 0, 1, 2
 _NO_SESSION = bytes(16)
 _MAX_UNCONFIRMED = 256
+_MAX_ENDED = 1024  # sessions whose last messages may still be under way
+_MAX_REASON = 1000
 _DESCRIPTORS = 16  # that must be free when a channel is opened, libzmq's threads and the listening socket counted in
 _DESCRIPTORS_OF_A_SOCKET = 4
 _MAX_PER_TURN = 512  # messages taken from one socket before the others get their turn
@@ -137,6 +146,7 @@ class Channel:
         # By id and by who sends: a connector that dials itself holds both ends of a session.
         self._sessions: dict[tuple[bytes, int], Session] = {}
         self._unconfirmed: collections.OrderedDict[bytes, Session] = collections.OrderedDict()
+        self._ended: collections.OrderedDict[tuple[bytes, int], None] = collections.OrderedDict()
         self._dials: dict[zmq.Socket, _Dial] = {}
         self._heart: Timer | None = None
         self._last_warning: dict[str, float] = {}
@@ -204,6 +214,9 @@ class Channel:
         """End a session without a word to the peer."""
         session.open = False
         confirmed = self._sessions.pop((session.id, session.hears), None) is not None
+        self._ended[session.id, session.hears] = None
+        while len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)
         if self._unconfirmed.get(session.id) is session:
             del self._unconfirmed[session.id]
         if session.socket is not None:
@@ -220,11 +233,7 @@ class Channel:
 
     def send(self, session: Session, message: Message) -> None:
         payload = messages.encode(message)
-        if len(payload) > self._max_bytes:
-            raise InvalidRequest(
-                f"a {type(message).__name__} message of {len(payload)} bytes is over the limit of {self._max_bytes}; "
-                "raise max_message_bytes on both sides"
-            )
+        self._check_size(payload)
         socket = session.socket or self._router
         if self._post(socket, session.route, session.seal(payload)):
             session.last_sent = time.monotonic()
@@ -254,29 +263,51 @@ class Channel:
         data = frames[-1]
         if len(frames) != (1 if route is None else 2) or len(data) < _HEADER.size + auth.MAC_BYTES:
             raise AuthenticationError(f"{len(frames)} frames, the last of {len(data)} bytes, are no kvxfer message")
-        if len(data) > self._max_bytes + _HEADER.size + auth.MAC_BYTES:
-            raise AuthenticationError(f"a message of {len(data)} bytes is over the limit of {self._max_bytes}")
         header, rest = data[: _HEADER.size], data[_HEADER.size :]
         seal, payload = rest[: auth.MAC_BYTES], rest[auth.MAC_BYTES :]
         magic, version, kind, sequence, session_id = _HEADER.unpack(header)
         if magic != _MAGIC:
             raise AuthenticationError(f"magic {magic!r} is not kvxfer's")
         if kind == _HANDSHAKE:
+            self._check_size(payload)
             self._take_handshake(socket, route, header, seal, payload)
             return
         messages.check_protocol(version)
         session = self._sessions.get((session_id, kind))
         if session is None and kind == _FROM_DIALER:
             session = self._unconfirmed.get(session_id)
+        if session is None and (session_id, kind) in self._ended:
+            _log.debug("a message of a session that has ended here; it crossed the goodbye")
+            return
         if session is None or (route is None) != (session.socket is not None):
             raise AuthenticationError("a message of no open session")
         session.unseal(header, sequence, seal, payload)
         if route is not None:
             session.route = route
-        message = messages.decode(payload)
+        message = self._decode(session, payload)
         if self._unconfirmed.get(session_id) is session:
             self._confirm(self._unconfirmed.pop(session_id))
         self._deliver(session, message)
+
+    def _decode(self, session: Session, payload: bytes) -> Message:
+        """The message. One that cannot be read is refused, to its sender and here: somebody may wait for an answer."""
+        try:
+            self._check_size(payload)
+            return messages.decode(payload)
+        except (msgspec.MsgspecError, KvxferError) as error:
+            kind = type(error) if isinstance(error, KvxferError) else ProtocolMismatch
+            reason = f"{self._listener.identity.name} cannot read what {session.identity.name} says: {error}"
+            refused = Refused(transfer=messages.NO_TRANSFER, error=kind.__name__, reason=reason[:_MAX_REASON])
+            session.send(refused)
+            self._listener.message_received(session, refused)
+            raise
+
+    def _check_size(self, payload: bytes) -> None:
+        if len(payload) > self._max_bytes:
+            raise InvalidRequest(
+                f"a message of {len(payload)} bytes is over the limit of {self._max_bytes}; raise max_message_bytes on "
+                "both sides"
+            )
 
     def _deliver(self, session: Session, message: Message) -> None:
         if isinstance(message, Bye):

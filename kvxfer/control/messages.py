@@ -18,6 +18,7 @@ from kvxfer.layout import CacheLayout
 
 PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 1 << 20  # unless `Limits.max_message_bytes` says otherwise
+NO_TRANSFER = 0
 
 
 class Role(enum.Enum):
@@ -225,7 +226,10 @@ class Received(Message, tag="received"):
 
 
 class Refused(Message, tag="refused"):
-    """A request was refused; nothing was done. `error` is the name of an error class."""
+    """A request was refused; nothing was done. `error` is the name of an error class.
+
+    Of transfer NO_TRANSFER: a message could not be read, so its sender must not wait for what it asked for.
+    """
 
     transfer: int
     error: str
@@ -251,6 +255,7 @@ _ALL = (
     | Received
     | Refused
 )
+_MARGIN_BYTES = 256  # the rest of a message around an identity
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_ALL)
 
@@ -258,6 +263,13 @@ _decoder = msgspec.msgpack.Decoder(_ALL)
 def encode(message: Message) -> bytes:
     """The message as bytes."""
     return _encoder.encode(message)
+
+
+def nbytes_of(said: Identity | Description) -> int:
+    """How large the message that says this can become: a shelf, which comes later, is like the lease table."""
+    if isinstance(said, Description) and said.shelf is None:
+        said = msgspec.structs.replace(said, shelf=said.lease_table)
+    return len(_encoder.encode(said)) + _MARGIN_BYTES
 
 
 def decode(data: bytes) -> Message:

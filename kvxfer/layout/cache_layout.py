@@ -6,8 +6,8 @@ quantity (keys, values, scales, a latent). That one description covers NHD and H
 together, values and scales interleaved or segregated, compressed entries, and state, so that two unlike
 caches are joined plane by plane (``kvxfer.plan``) and never by special cases.
 
-Imports NumPy, msgspec and errors; knows no transport and touches no device. Layouts travel in the handshake,
-so whatever is decoded from a peer is validated here, in the constructors.
+Imports NumPy, msgspec, checks and errors; knows no transport and touches no device. Layouts travel in the
+handshake, so whatever a user gives or a peer sends is validated here, in the constructors: types by `Typed`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import msgspec
 
 from kvxfer.errors import InvalidLayout
 from kvxfer.layout.coverage import MAX_BLOCKS, check_group, check_record
+from kvxfer.layout.typed import Typed, integer
 
 if TYPE_CHECKING:
     from kvxfer.layout.tensors import TensorGroup
@@ -36,7 +37,7 @@ class GroupKind(enum.Enum):
     STATE = "state"  # one block a request, without tokens
 
 
-class Plane(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Plane(Typed, frozen=True, kw_only=True, omit_defaults=True):
     """One quantity of a record: a strided array ``[entries, heads, channels]`` of `unit_bytes` each.
 
     All offsets and strides are in bytes. ``(entry 0, head 0, channel 0)`` lies at `offset` from the start of
@@ -62,6 +63,7 @@ class Plane(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tiled: bool = False  # an unfinished last entry holds data: a tile of tokens, not a compressed entry
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         sizes = (self.entries, self.unit_bytes, self.heads, self.channels, self.tokens_per_entry)
         strides = (self.offset, self.entry_stride, self.head_stride, self.channel_stride, self.head_start)
         if min(sizes) < 1 or min(strides) < 0 or max(*sizes, *strides) > MAX_RECORD_BYTES:
@@ -102,7 +104,7 @@ class Plane(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
 
-class Padding(msgspec.Struct, frozen=True, kw_only=True):
+class Padding(Typed, frozen=True, kw_only=True):
     """Bytes that hold nothing, named so that they are left out on purpose and not by mistake."""
 
     name: str
@@ -110,7 +112,7 @@ class Padding(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Record(Typed, frozen=True, kw_only=True, omit_defaults=True):
     """How one layer's entries lie in the bytes of one block.
 
     `tag` names the byte layout; two records with one tag but other planes are a contradiction. `nbytes`
@@ -124,6 +126,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     padding: tuple[Padding, ...] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.nbytes <= MAX_RECORD_BYTES:
             raise InvalidLayout(f"record {self.tag!r}: nbytes must be 1 to {MAX_RECORD_BYTES}, got {self.nbytes}")
         names = [plane.name for plane in self.planes]
@@ -133,7 +136,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             check_record(self)
 
 
-class Region(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Region(Typed, frozen=True, kw_only=True, omit_defaults=True):
     """One registered piece of memory. `address` is 0 until bound, and is never sent to a peer."""
 
     name: str
@@ -142,7 +145,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     address: int = 0
 
 
-class Slice(msgspec.Struct, frozen=True, kw_only=True):
+class Slice(Typed, frozen=True, kw_only=True):
     """One layer's bytes in every block: block b starts at ``region + offset + b * block_stride``."""
 
     layer: str
@@ -152,7 +155,7 @@ class Slice(msgspec.Struct, frozen=True, kw_only=True):
     record: str
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Group(Typed, frozen=True, kw_only=True, omit_defaults=True):
     """Layers that share one block table.
 
     `block_tokens` tokens lie in a block (for a ring its capacity; 0 for state). `window` is the sliding
@@ -205,7 +208,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return -(-self.window // self.block_tokens) + 1 if self.kind is GroupKind.SLIDING else MAX_BLOCKS
 
 
-class CacheLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class CacheLayout(Typed, frozen=True, kw_only=True, omit_defaults=True):
     """All that a peer must know of a paged cache.
 
     `fingerprint` holds the factors that must agree for KV to mean the same (model, revision, kv dtype,
@@ -215,9 +218,10 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     regions: tuple[Region, ...]
     records: tuple[Record, ...]
     groups: tuple[Group, ...]
-    fingerprint: dict[str, str] = {}
+    fingerprint: dict[str, str] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for noun, items in (
             ("region", [r.name for r in self.regions]),
             ("record", [r.tag for r in self.records]),
@@ -285,7 +289,12 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
         With ``order="HND"`` the middle axes are ``[kv_heads, block_tokens]``. `dtype` is a NumPy-style or
         torch-style name (``float16``, ``bfloat16``, ...). Regions are called like their layers.
+
+        Raises InvalidLayout.
         """
+        if isinstance(layers, str) or not isinstance(layers, Iterable):
+            raise InvalidLayout(f"layers must be a sequence of names, got {layers!r:.80}")
+        layers, num_blocks = tuple(layers), integer("num_blocks", num_blocks, least=1)
         record = attention_record(
             block_tokens=block_tokens,
             kv_heads=kv_heads,
@@ -303,7 +312,7 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             regions=tuple(Region(name=layer, nbytes=num_blocks * record.nbytes) for layer in layers),
             records=(record,),
             groups=(Group(name=group, block_tokens=block_tokens, num_blocks=num_blocks, slices=slices),),
-            fingerprint=dict(fingerprint or {}),
+            fingerprint={} if fingerprint is None else fingerprint,
         )
 
     @classmethod
@@ -348,11 +357,12 @@ def attention_record(
     total_heads: int = 0,
 ) -> Record:
     """Keys of a block, then its values, each ``[token, head, dim]`` (NHD) or ``[head, token, dim]`` (HND)."""
-    if dtype not in DTYPE_BYTES:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise InvalidLayout(f"unknown dtype {dtype!r}; known are {', '.join(DTYPE_BYTES)}")
     if order not in ("NHD", "HND"):
         raise InvalidLayout(f"order must be 'NHD' or 'HND', got {order!r}")
-    row = head_dim * DTYPE_BYTES[dtype]
+    block_tokens, kv_heads = integer("block_tokens", block_tokens, least=1), integer("kv_heads", kv_heads, least=1)
+    row = integer("head_dim", head_dim, least=1) * DTYPE_BYTES[dtype]
     entry_stride, head_stride = (kv_heads * row, row) if order == "NHD" else (row, block_tokens * row)
     half = block_tokens * kv_heads * row
     planes = tuple(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from kvxfer.errors import InvalidLayout
 from kvxfer.layout.cache_layout import DTYPE_BYTES, Padding, Plane, Record
+from kvxfer.layout.typed import integer
 
 
 class Field(NamedTuple):
@@ -47,6 +48,7 @@ def paged_record(
     """
     if order not in ("NHD", "HND"):
         raise InvalidLayout(f"order must be 'NHD' or 'HND', got {order!r}")
+    entries, heads = integer("entries", entries, least=1), integer("heads", heads, least=1)
     planes = []
     position = 0
     for section in sections:

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvxfer.errors import InvalidLayout
+from kvxfer import checks
+from kvxfer.errors import InvalidLayout, InvalidRequest
 from kvxfer.layout.cache_layout import CacheLayout, Group, GroupKind, Padding, Plane, Record, Region, Slice
 from kvxfer.layout.coverage import plane_atoms, slabs
+from kvxfer.layout.typed import integer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +26,11 @@ class TensorGroup:
 
     `axes` names each dimension of an array: ``B`` block, ``N`` token, ``H`` head, ``2`` keys and values,
     ``C`` content (elements of one token and head). Strides come from the arrays, so ``B2NHC`` covers every
-    order of bytes. `content` splits C into named planes by element counts; without it C is ``k`` and ``v`` in
-    halves where there are heads and no axis 2, else one ``latent``. With `record` (for all layers, or per
-    layer) the bytes of a block follow that record and only ``B`` is read from the axes. `padding` names the
-    bytes of a block that nothing claims; left out, such bytes are an error.
+    order of bytes in which the tokens of a block lie together (no B inside of N). `content` splits C into named
+    planes by element counts; without it C is ``k`` and ``v`` in halves where there are heads and no axis 2, else
+    one ``latent``. With `record` (for all layers, or per layer) the bytes of a block follow that record and only
+    ``B`` is read from the axes. `padding` names the bytes of a block that nothing claims; left out, such bytes
+    are an error.
     """
 
     layers: Sequence[str] | None = None  # None: every tensor
@@ -41,6 +44,17 @@ class TensorGroup:
     total_heads: int = 0
     compression_ratio: int = 0
     padding: str = ""
+
+    def __post_init__(self) -> None:
+        try:
+            checks.text("axes", self.axes)
+            if self.content is not None:
+                checks.instance("content", self.content, Mapping)
+        except InvalidRequest as error:
+            raise InvalidLayout(str(error)) from error
+        if self.content is not None:
+            counts = {name: integer(f"content[{name!r:.80}]", elements) for name, elements in self.content.items()}
+            object.__setattr__(self, "content", counts)
 
 
 def layout_from_tensors(
@@ -60,13 +74,16 @@ def layout_from_tensors(
     """
     if not tensors:
         raise InvalidLayout("from_tensors needs at least one tensor")
-    specs = {"full": groups or TensorGroup()} if groups is None or isinstance(groups, TensorGroup) else dict(groups)
+    if groups is None or isinstance(groups, TensorGroup):
+        groups = {"full": groups or TensorGroup()}
+    if not isinstance(groups, Mapping) or not all(isinstance(spec, TensorGroup) for spec in groups.values()):
+        raise InvalidLayout(f"groups must be a TensorGroup, or a mapping from names to them; got {groups!r:.80}")
     arrays = {name: _array(name, tensor) for name, tensor in tensors.items()}
     regions = _regions(arrays)
     records: dict[str, Record] = {}
     built = []
     used: set[str] = set()
-    for name, spec in specs.items():
+    for name, spec in groups.items():
         layers = list(arrays) if spec.layers is None else list(spec.layers)
         absent = [layer for layer in layers if layer not in arrays]
         if absent or not layers:
@@ -74,12 +91,13 @@ def layout_from_tensors(
         used.update(layers)
         built.append(_group(name, spec, {layer: arrays[layer] for layer in layers}, regions, records))
     if arrays.keys() - used:
-        raise InvalidLayout(f"tensors {sorted(arrays.keys() - used)} are in no group; add them, or do not pass them")
+        unused = sorted(arrays.keys() - used, key=str)
+        raise InvalidLayout(f"tensors {unused} are in no group; add them, or do not pass them")
     return CacheLayout(
         regions=tuple(regions),
         records=tuple(records.values()),
         groups=tuple(built),
-        fingerprint=dict(fingerprint or {}),
+        fingerprint={} if fingerprint is None else fingerprint,
     )
 
 
@@ -263,6 +281,11 @@ def _read_axes(layer: str, spec: TensorGroup, array: _Array) -> _Axes:
     strides = dict(zip(axes, array.strides, strict=True))
     if counts.get("2", 2) != 2:
         raise InvalidLayout(f"tensor {layer!r}: axis 2 of {spec.axes!r} has {counts['2']} entries, not keys and values")
+    if "N" in axes and counts["N"] > 1 and counts["B"] > 1 and strides["N"] > strides["B"]:
+        raise InvalidLayout(
+            f"tensor {layer!r}: axes {spec.axes!r} of shape {array.shape} have the next block nearer than the next "
+            "token; a block's tokens must lie together"
+        )
     if "C" in axes and counts["C"] > 1 and strides["C"] != array.itemsize:
         raise InvalidLayout(f"tensor {layer!r}: content must be contiguous, its stride is {strides['C']} bytes")
     return _Axes(counts, strides)
@@ -286,8 +309,9 @@ def _from_axes(layer: str, spec: TensorGroup, array: _Array, axes: _Axes) -> lis
     if not heads_apart:
         inner.append((heads, strides.get("H", 0)))
     half_bytes = sum((n - 1) * stride for n, stride in inner) + content
-    rows_end = max([n * stride for n, stride in inner] + [half_bytes])
-    halves_apart = "2" in counts and (strides["2"] > rows_end or heads_apart)
+    rows_end = max([n * stride for n, stride in inner if n > 1] + [half_bytes])
+    inside_rows = tokens > 1 and strides.get("2", 0) < strides["N"]
+    halves_apart = "2" in counts and (strides["2"] > rows_end or (heads_apart and not inside_rows))
     pieces = []
     for half in range(2) if halves_apart else (None,):
         for head in range(heads) if heads_apart else (None,):

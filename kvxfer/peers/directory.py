@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from kvxfer.backends.base import Backend
 from kvxfer.control import auth
 from kvxfer.control.channel import Channel, Session
-from kvxfer.control.messages import Description, Identity, Message
-from kvxfer.errors import InvalidTicket, KvxferError, PeerGone
+from kvxfer.control.messages import Description, Identity, Message, Refused
+from kvxfer.errors import DeadlineExceeded, InvalidTicket, KvxferError, PeerGone, by_name
 from kvxfer.peers.remote import Peer, remember
 from kvxfer.progress import ProgressThread
 from kvxfer.ticket import Ticket
@@ -23,6 +23,7 @@ from kvxfer.ticket import Ticket
 _log = logging.getLogger(__name__)
 
 _MAX_LOST = 256
+_UNUSABLE = "what %s has cannot be used: %s"
 
 EngineKey = tuple[str, int]
 Found = Callable[["Engine"], None]
@@ -157,13 +158,32 @@ class Directory:
             if first:
                 self._connected(peer)
         except KvxferError as error:
-            _log.warning("what %s has cannot be used: %s", peer.identity.name, error)
             if search is not None and peer in search.peers.values():
+                _log.warning(_UNUSABLE, peer.identity.name, error)
                 self._fail(search, error)
+            else:  # it may be about to say goodbye, with its memory gone already
+                self._progress.call_later(self._pulse_s, lambda error=error: self._complain(session, error))
         if description.reply:
             session.send(self._describe(False))
         if search is not None and peer.described and peer in search.peers.values():
             self._progress_search(search, peer)
+
+    def refused(self, session: Session, message: Refused) -> None:
+        """One side cannot read what the other says: whoever waits for the peer's description waits in vain."""
+        peer = self.peers.get(session)
+        if peer is None:
+            return
+        error = by_name(message.error)(message.reason)
+        search = self._searches.get((peer.identity.engine, peer.identity.generation))
+        if search is not None and peer in search.peers.values():
+            self._fail(search, error)
+        else:
+            _log.warning("%s", error)
+
+    def _complain(self, session: Session, error: KvxferError) -> None:
+        """Say what was wrong with a description, if the peer is still there."""
+        level = logging.WARNING if session in self.peers else logging.DEBUG
+        _log.log(level, _UNUSABLE, session.identity.name, error)
 
     def _dial(self, search: _Search, endpoint: str) -> None:
         def opened(session: Session) -> None:
@@ -174,11 +194,21 @@ class Directory:
                 self._fail(search, _other_engine(search.key, identity))
                 return
             search.peers[identity.rank] = peer
-            session.send(self._describe(True))
+            self._progress.call_later(self._dial_timeout_s, lambda: self._still_undescribed(search, session))
+            try:
+                session.send(self._describe(True))
+            except KvxferError as error:
+                self._fail(search, error)
 
         self.channel.dial(
             endpoint, self.identity, self._dial_timeout_s, opened, lambda error: self._fail(search, error)
         )
+
+    def _still_undescribed(self, search: _Search, session: Session) -> None:
+        peer = self.peers.get(session)
+        if peer is not None and not peer.described and peer in search.peers.values():
+            reason = f"has not said what it has within {self._dial_timeout_s:g} s of being dialled; see its log"
+            self._fail(search, DeadlineExceeded(f"{session.identity.name} at {session.identity.endpoint} {reason}"))
 
     def _progress_search(self, search: _Search, peer: Peer) -> None:
         if self._searches.get(search.key) is not search:
@@ -228,6 +258,8 @@ class Directory:
     def _fail(self, search: _Search, error: KvxferError) -> None:
         if self._searches.get(search.key) is search:
             del self._searches[search.key]
+            for peer in search.peers.values():  # the next ticket dials again
+                peer.session.close(f"this side gave up: {error}")
             for _, failed in search.waiting:
                 failed(error)
 

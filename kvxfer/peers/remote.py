@@ -223,7 +223,8 @@ class Peer:
             with waiting_for_a_peer():
                 self.costs = self.link.measure()
         except KvxferError as error:
-            _log.warning("the link to %s was not measured: %s", self.identity.name, error)
+            level = logging.WARNING if self.session.open else logging.DEBUG
+            _log.log(level, "the link to %s was not measured: %s", self.identity.name, error)
         else:
             if self.costs is not None:
                 _log.info("the link to %s: %s", self.identity.name, self.costs)

@@ -11,10 +11,10 @@ blocks at the front (a prefix that the destination already holds, or what has sl
 Packed order: for each segment, for each row, its bytes dense in (entry, head, channel), each row on 16 bytes.
 Any range of segments is one contiguous range of the packed buffer.
 
-Imports NumPy, layout and errors.
+Imports NumPy, layout, checks and errors.
 """
 
-from kvxfer.plan.blocks import BlockLists, check_blocks
+from kvxfer.plan.blocks import BlockLists, check_blocks, check_tokens
 from kvxfer.plan.compare import Comparison, Finding, Verdict
 from kvxfer.plan.joining import Join, JoinPart, compare, join
 from kvxfer.plan.rows import ROW, WIRE_ALIGNMENT
@@ -34,6 +34,7 @@ __all__ = [
     "TransferPlan",
     "Verdict",
     "check_blocks",
+    "check_tokens",
     "compare",
     "distinct",
     "join",

@@ -7,14 +7,20 @@ from functools import lru_cache
 
 import numpy as np
 
-from kvxfer import _native
+from kvxfer import _native, checks
 from kvxfer.errors import InvalidBlocks, InvalidRequest, UnknownGroup
 from kvxfer.layout import CacheLayout, Group, GroupKind, Record
 
 _OUT_OF_RANGE = 1
+_MAX_TOKENS = 2**62
 
 BlockLists = Mapping[str, "Sequence[int] | np.ndarray"]
 """Block ids per group, right-aligned: the last id is the block that holds the last token."""
+
+
+def check_tokens(tokens: object) -> int:
+    """A prompt's number of tokens, as an int. Raises InvalidRequest."""
+    return checks.integer("tokens", tokens, 0, _MAX_TOKENS)
 
 
 def check_blocks(layout: CacheLayout, blocks: BlockLists, *, tokens: int, role: str) -> dict[str, np.ndarray]:
@@ -25,22 +31,19 @@ def check_blocks(layout: CacheLayout, blocks: BlockLists, *, tokens: int, role: 
     last `Group.tail_blocks` ids are kept, so null ids before the window do no harm. Raises UnknownGroup,
     InvalidBlocks or InvalidRequest.
     """
-    if isinstance(tokens, bool) or not isinstance(tokens, (int, np.integer)) or tokens < 0:
-        raise InvalidRequest(f"tokens must be an integer of 0 or more, got {tokens!r}")
+    tokens = check_tokens(tokens)
     known = {group.name for group in layout.groups}
     if not isinstance(blocks, Mapping):
         raise InvalidRequest(
             f"block lists must be a mapping from group name to block ids, got {type(blocks).__name__}"
         )
     if blocks.keys() != known:
-        unknown, missing = sorted(blocks.keys() - known), sorted(known - blocks.keys())
+        unknown, missing = sorted(blocks.keys() - known, key=str), sorted(known - blocks.keys())
         parts = ([f"unknown {unknown}"] if unknown else []) + ([f"missing {missing}"] if missing else [])
         raise UnknownGroup(
             f"the layout's groups are {sorted(known)}; the {role} block lists have {', '.join(parts)}"
         )
-    checked = {
-        group.name: _check_list(group, blocks[group.name], int(tokens), role) for group in layout.groups
-    }
+    checked = {group.name: _check_list(group, blocks[group.name], tokens, role) for group in layout.groups}
     if role == "destination" and len(checked) > 1:
         _check_overlays(layout, checked)
     return checked

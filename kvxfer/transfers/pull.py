@@ -74,8 +74,14 @@ class PullLeg:
         self._fetch.waits_for(f"chunks from {self._peer.identity.name}")
         together = self._leg.source.together
         if together is not None and together.key not in self._peer.told_sources:
+            try:
+                self._peer.session.send(together)
+            except KvxferError as error:  # the layouts of all ranks may be more than a message may have
+                self._writer_ended = True
+                self._fetch.abort(error)
+                self._give_back()
+                return
             self._peer.told_sources.add(together.key)
-            self._peer.session.send(together)
         self._peer.session.send(
             Pull(
                 transfer=self._id,

@@ -87,10 +87,9 @@ class Transfer:
 
     def __init__(self, progress: ProgressThread, *, timeout_s: float, what: str, gates: Gates | None = None) -> None:
         """`gates` are those of the GPU where the cache lies."""
-        checks.seconds("timeout_s", timeout_s)
         self._progress = progress
         self._what = what
-        self._timeout_s = timeout_s
+        self._timeout_s = checks.seconds("timeout_s", timeout_s)
         self._lock = threading.RLock()
         self._ended = threading.Condition(self._lock)  # notified at the end
         self._state = TransferState.POSTED
@@ -156,7 +155,7 @@ class Transfer:
         if timeout_s is None:
             timeout_s = max(0.0, self.remaining_s) + _DRAIN_S
         elif timeout_s != 0:
-            checks.seconds("timeout_s", timeout_s)
+            timeout_s = checks.seconds("timeout_s", timeout_s)
         until = time.monotonic() + timeout_s
         while not self.done():
             if self._abandoned:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import numpy as np
 import pytest
@@ -75,6 +77,25 @@ def test_five_letter_layouts_from_strided_views(order):
         for layer in range(3)
     }
     assert flat(layout) == expected
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3])
+@pytest.mark.parametrize("order", ["".join(order) for order in itertools.permutations("B2NH")])
+def test_every_order_in_which_a_blocks_tokens_lie_together(order, heads):
+    sizes = {"B": 5, "2": 2, "N": 4, "H": heads, "C": 8}
+    storage = np.zeros([sizes[axis] for axis in order + "C"], np.float16)
+    groups = TensorGroup(axes=order + "C")
+    if order.index("N") < order.index("B"):
+        with pytest.raises(InvalidLayout, match="the next block nearer than the next token"):
+            CacheLayout.from_tensors({"l": storage}, groups=groups)
+        return
+    layout = CacheLayout.from_tensors({"l": storage}, groups=groups)
+    steps = dict(zip(order, storage.strides, strict=False))
+    assert flat(layout)["l"] == sorted(
+        (name, head, storage.ctypes.data + half * steps["2"] + head * steps["H"], 4, steps["N"], 16, steps["B"])
+        for half, name in enumerate("kv")
+        for head in range(heads)
+    )
 
 
 def test_keys_and_values_apart():
