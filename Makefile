@@ -50,7 +50,7 @@ docs: $(INSTALLED)
 bench: $(INSTALLED)
 	mkdir -p benchmarks/results
 	$(BIN)/python benchmarks/bench_shm.py --json benchmarks/results/shm.json
-	$(BIN)/python benchmarks/bench_plan.py --json > benchmarks/results/plan.json
+	$(BIN)/python benchmarks/bench_plan.py --json benchmarks/results/plan.json
 	$(BIN)/python benchmarks/page.py
 
 # Two servers, a router and a client: on a machine that does nothing else.

@@ -247,7 +247,7 @@ def plot(results: list[dict], path: Path) -> None:
 def main() -> None:
     """Measure, print, and write what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--docs", type=Path, help="put the table and the plot into this page")
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--context", type=int, default=512)

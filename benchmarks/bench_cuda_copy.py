@@ -285,7 +285,7 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--total-mib", type=int, default=1024)
     parser.add_argument("--calls", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="few sizes and limits, to see that all runs")

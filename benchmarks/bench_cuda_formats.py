@@ -150,7 +150,7 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--total-mib", type=int, default=2048)
     parser.add_argument("--calls", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="few formats and limits, to see that all runs")

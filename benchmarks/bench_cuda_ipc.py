@@ -95,7 +95,7 @@ def ceiling(peer: bench_shm.Prefill, secret: bytes, megabytes: int, calls: int) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--megabytes", type=int, default=1024, help="bytes moved by a call (default %(default)s MiB)")
     parser.add_argument("--calls", type=int, default=15, help="measured calls of each row (default %(default)s)")
     args = parser.parse_args()
@@ -120,7 +120,7 @@ def main() -> None:
     if args.json:
         device = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
         environment = timing.environment(gpu=device, driver=cupy.cuda.runtime.driverGetVersion(), peer_gpu=gpus)
-        timing.save(Path(args.json), environment, [{"ceiling": best, "rows": rows, "control": control}])
+        timing.save(args.json, environment, [{"ceiling": best, "rows": rows, "control": control}])
 
 
 if __name__ == "__main__":

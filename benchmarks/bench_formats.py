@@ -132,7 +132,7 @@ def table(results: list[dict]) -> str:
 def main() -> None:
     """Measure, print, and write what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--docs", type=Path, help="put the table into this page")
     parser.add_argument("--megabytes", type=int, default=64)
     parser.add_argument("--calls", type=int, default=15)

@@ -1,6 +1,6 @@
-"""How long a fetch takes while the publisher's main thread holds the GIL. Prints one JSON object.
+"""How long a fetch takes while the publisher's main thread holds the GIL.
 
-    python benchmarks/bench_gil.py [--fetches 2000] [--ways mapped direct packed]
+    python benchmarks/bench_gil.py [--json FILE] [--fetches 1000] [--ways mapped direct packed]
 
 A prefill process publishes leases of one block; this process fetches them one by one: first with the prefill process at
 rest, then with its main thread in calls that hold the GIL for tens of milliseconds each. Interpreters hand the GIL over
@@ -10,8 +10,6 @@ between bytecodes only, so nothing of the publisher's Python runs during such a 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 import time
 from pathlib import Path
@@ -19,7 +17,9 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import timing
 from processes import Process, Side
 
 
@@ -68,9 +68,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fetches", type=int, default=1000)
     parser.add_argument("--ways", nargs="+", default=["mapped", "direct", "packed"])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     options = parser.parse_args()
-    results = {way: measure(way, options.fetches) for way in options.ways}
-    print(json.dumps({"python": platform.python_version(), "fetches": options.fetches, "ways": results}, indent=2))
+    print(f"{options.fetches} fetches of one block; microseconds")
+    print(f"{'way':<10}{'publisher':<12}{'p50':>10}{'p90':>10}{'p99':>10}{'p50 ratio':>12}{'p99 ratio':>12}")
+    results = []
+    for way in options.ways:
+        result = measure(way, options.fetches)
+        results.append({"way": way, "fetches": options.fetches, **result})
+        for label, key in (("at rest", "quiet"), ("holds GIL", "gil_held")):
+            cells = "".join(f"{result[key][name]:>10.1f}" for name in ("p50_us", "p90_us", "p99_us"))
+            ratios = f"{result['p50_ratio']:>12.2f}{result['p99_ratio']:>12.2f}" if key == "gil_held" else ""
+            print(f"{way:<10}{label:<12}{cells}{ratios}")
+    if options.json:
+        timing.save(options.json, timing.environment(), results)
 
 
 if __name__ == "__main__":

@@ -195,7 +195,7 @@ def table(rows: list[dict], rest: dict[str, float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--megabytes", type=int, default=256, help="bytes moved by a call (default %(default)s MiB)")
     parser.add_argument("--calls", type=int, default=9, help="measured calls of each row (default %(default)s)")
     parser.add_argument("--tcp", action="store_true", help="keep UCX off shared memory")
@@ -209,7 +209,7 @@ def main() -> None:
     peer.pipe.close()
     print(table(rows, rest))
     if args.json:
-        timing.save(Path(args.json), timing.environment(tcp=args.tcp), [{"rows": rows, "at_rest": rest}])
+        timing.save(args.json, timing.environment(tcp=args.tcp), [{"rows": rows, "at_rest": rest}])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How long a plan takes: 101 regions x 8,000 fragmented blocks, equal and unequal block sizes.
 
-``python benchmarks/bench_plan.py [--json] [--regions N] [--blocks N] [--repeat N]``. Prints the median and
+``python benchmarks/bench_plan.py [--json FILE] [--regions N] [--blocks N] [--repeat N]``. Prints the median and
 the spread in milliseconds of `Join.plan` (what every request pays) and of `join` (paid once per pair of
 engines).
 """
@@ -8,15 +8,19 @@ engines).
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
 from kvxfer.layout import CacheLayout
 from kvxfer.plan import join
+
+sys.path.insert(0, str(Path(__file__).parent))
+import timing
 
 
 def layout(regions: int, num_blocks: int, block_tokens: int) -> CacheLayout:
@@ -75,12 +79,9 @@ def main() -> None:
     parser.add_argument("--regions", type=int, default=101)
     parser.add_argument("--blocks", type=int, default=8000)
     parser.add_argument("--repeat", type=int, default=50)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     args = parser.parse_args()
     rows = cases(args.regions, args.blocks, args.repeat)
-    if args.json:
-        print(json.dumps({"numpy": np.__version__, "rows": rows}))
-        return
     print(f"{args.regions} regions x {args.blocks} blocks of 16 tokens, fragmented")
     print(f"{'case':<32}{'copies':>10}{'plan ms':>10}{'min..max':>18}{'join ms':>10}")
     for row in rows:
@@ -89,6 +90,8 @@ def main() -> None:
         print(
             f"{row['case']:<32}{row['copies']:>10,}{plan['median_ms']:>10.2f}{spread:>18}{once['median_ms']:>10.2f}"
         )
+    if args.json:
+        timing.save(args.json, timing.environment(numpy=np.__version__), [{"rows": rows}])
 
 
 if __name__ == "__main__":

@@ -223,7 +223,7 @@ def table(rows: list[dict], control: dict, plan: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--megabytes", type=int, default=256, help="bytes moved by a call (default %(default)s MiB)")
     parser.add_argument("--calls", type=int, default=15, help="measured calls of each row (default %(default)s)")
     args = parser.parse_args()
@@ -234,7 +234,7 @@ def main() -> None:
     peer.pipe.close()
     print(table(rows, control, plan))
     if args.json:
-        timing.save(Path(args.json), timing.environment(), [{"rows": rows, "control": control, "plan": plan}])
+        timing.save(args.json, timing.environment(), [{"rows": rows, "control": control, "plan": plan}])
 
 
 if __name__ == "__main__":

@@ -235,7 +235,7 @@ def measure(pair: Pair, shape: dict[str, Any], calls: int, generator: random.Ran
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="write the results here")
     parser.add_argument("--logs", type=Path, required=True)
     parser.add_argument("--connectors", nargs="+", default=["kvxfer", "nixl"], choices=list(METRICS))
     parser.add_argument("--shape", default="qwen2.5-14b", choices=list(SHAPES))

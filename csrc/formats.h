@@ -30,6 +30,7 @@ constexpr uint32_t kInfinity = 0x7f800000u;
 constexpr uint32_t kLargest = 0x7f7fffffu;  // of float
 constexpr uint32_t kNan = 0x7fc00000u;
 constexpr uint32_t kMagnitude = 0x7fffffffu;
+constexpr uint32_t kLargestRotated = 0x7a800000u;  // 2^118: 128 of these can be added twice, packed in between
 constexpr float kTiny = 1.17549435e-38f;  // 2^-126, the least normal number
 
 template <class F>
@@ -88,10 +89,10 @@ KVXFER_HD typename Float<U>::type float_from(U number) {
   return float_of(number | 0x4b000000u) - 8388608.0f;
 }
 
-// Infinity becomes the largest number of its sign, NaN the largest positive one.
+// What is beyond `largest` (its bits) becomes that number with its sign, infinity too; NaN becomes the positive one.
 template <class F>
-KVXFER_HD F saturate(F x) {
-  const F bound = all<F>(float_of(kLargest));
+KVXFER_HD F saturate(F x, uint32_t largest = kLargest) {
+  const F bound = all<F>(float_of(largest));
   const F clamped = most(least(x, bound), -bound);
   return (bits_of(x) & kMagnitude) > kInfinity ? bound : clamped;
 }
@@ -182,7 +183,8 @@ KVXFER_HD typename Float<U>::type from_e8m0(U code) {
   return float_of(code == 255u ? all_bits<U>(kNan) : power);
 }
 
-// Codes of E8M0 scales for blocks whose largest magnitude is `amax` (finite). They cannot exceed 254.
+// Codes of E8M0 scales for blocks whose largest magnitude is `amax` (finite). They cannot exceed 254 - emax, where emax
+// is the exponent of the largest code: so a code times its scale is always finite.
 template <class F>
 KVXFER_HD typename Bits<F>::type e8m0_floor(F amax, uint32_t emax) {
   using U = typename Bits<F>::type;
@@ -192,12 +194,17 @@ KVXFER_HD typename Bits<F>::type e8m0_floor(F amax, uint32_t emax) {
 
 template <class F>
 KVXFER_HD typename Bits<F>::type e8m0_even(F amax, uint32_t emax, int mantissa) {
-  return e8m0_floor(float_of(bits_of(amax) + (1u << (22 - mantissa))), emax);
+  using U = typename Bits<F>::type;
+  const U rounded = bits_of(amax) + (1u << (22 - mantissa));
+  return e8m0_floor(float_of(rounded < kInfinity ? rounded : all_bits<U>(kLargest)), emax);
 }
 
 template <class F>
 KVXFER_HD typename Bits<F>::type e8m0_ceil(F amax, float largest) {
-  return (bits_of(amax / largest) + 0x7fffffu) >> 23;
+  using U = typename Bits<F>::type;
+  const U code = (bits_of(amax / largest) + 0x7fffffu) >> 23;
+  const U most_code = all_bits<U>(254u + 127u - (bits_of(largest) >> 23));
+  return code < most_code ? code : most_code;
 }
 
 // 1 / scale, and 0 for a scale below 2^-126: such blocks pack to zeros, not to infinities.

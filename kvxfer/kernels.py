@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvxfer import _native
-from kvxfer.errors import InvalidRequest, NonFiniteValue
+from kvxfer.errors import InvalidRequest
 from kvxfer.formats.checksums import Checksum, checksum
 from kvxfer.formats.plan import PackedPart, PackedPlan
 from kvxfer.formats.rows import PACKED_ROW
+from kvxfer.formats.wire import not_finite
 from kvxfer.plan import ROW, Chunk, PlanPart, TransferPlan
 from kvxfer.plan.request import Pairing, Request
 
@@ -121,11 +122,7 @@ class PreparedPackedPlan:
         part = self._parts[chunk.part]
         bad = _native.pack(part, chunk.first, chunk.count, src_bases.ctypes.data, wire, threads)
         if bad and check:
-            raise NonFiniteValue(
-                f"wire format {self.plan.wire} packs finite values only, and {bad} groups of vectors of this "
-                "chunk hold NaN or infinity; send this cache with wire='raw', or switch the check off to let "
-                "them saturate"
-            )
+            raise not_finite(self.plan.wire, f"{bad} groups of vectors of this chunk")
         return self._sum(chunk, wire) if summed else None
 
     @staticmethod

@@ -235,12 +235,12 @@ void encode_plain(Element element, const float* from, uint32_t count, uint8_t* t
   }
 }
 
-// The largest magnitude of each block. Returns false when some value is not finite. `Size` is the size of every block
-// where that is known when compiling, else 0.
+// The largest magnitude of each block. Returns the bits of the largest of all. `Size` is the size of every block where
+// that is known when compiling, else 0.
 //
 // Magnitudes are compared as integers: their order is that of the numbers, with infinity and NaN above all.
 template <uint32_t Size>
-bool find_peaks_of(const Blocks& blocks, const float* values, float* peaks) {
+uint32_t find_peaks_of(const Blocks& blocks, const float* values, float* peaks) {
   Words highest{};
   uint32_t start = 0, first = 0;  // of the vector, of the block in it
   const auto next_block = [&] {
@@ -274,19 +274,24 @@ bool find_peaks_of(const Blocks& blocks, const float* values, float* peaks) {
   }
   uint32_t top = 0;
   for (int i = 0; i < kLanes; ++i) top = std::max<uint32_t>(top, highest[i]);
-  return top < kInfinity;
+  return top;
 }
 
-bool find_peaks(const Blocks& blocks, const float* values, float* peaks) {
+uint32_t find_peaks(const Blocks& blocks, const float* values, float* peaks) {
   return with_size(blocks, [&](auto size) { return find_peaks_of<decltype(size)::value>(blocks, values, peaks); });
 }
 
-// Makes the values finite and finds the peaks. Returns false when some were not.
-bool finite_peaks(const Blocks& blocks, float* values, uint32_t count, float* peaks) {
-  if (find_peaks(blocks, values, peaks)) return true;
-  for (uint32_t i = 0; i < count; i += kLanes) store(values + i, saturate(load<Floats>(values + i)));
-  find_peaks(blocks, values, peaks);
-  return false;
+// Makes the values finite, and no larger than a rotation can take, and finds the peaks of what is to be encoded. Returns
+// false when some value was not finite.
+bool prepare(const Codec& codec, const Blocks& blocks, float* values, uint32_t count, float* peaks) {
+  const uint32_t largest = codec.rotation ? kLargestRotated : kLargest;
+  const uint32_t top = find_peaks(blocks, values, peaks);
+  if (top > largest) {
+    for (uint32_t i = 0; i < count; i += kLanes) store(values + i, saturate(load<Floats>(values + i), largest));
+  }
+  if (codec.rotation) hadamard(values, count, codec.rotation);
+  if (top > largest || codec.rotation) find_peaks(blocks, values, peaks);
+  return top < kInfinity;
 }
 
 // Blocks' scales as stored, a byte each, and the factors that map values to codes.
@@ -367,11 +372,7 @@ bool encode_scaled(const Codec& codec, float* values, const Vectors& to) {
   const uint32_t count = static_cast<uint32_t>(to.count) * to.dim;
   PerBlock<float> peaks, factors;
   ScaleBytes scales;
-  bool finite = finite_peaks(blocks, values, count, peaks.values);
-  if (codec.rotation) {
-    hadamard(values, count, codec.rotation);
-    finite_peaks(blocks, values, count, peaks.values);
-  }
+  const bool finite = prepare(codec, blocks, values, count, peaks.values);
   uint8_t* stored = &scales.values[0][0];
   make_scales(codec, blocks.count, peaks.values, stored, factors.values);
   with_size(blocks, [&](auto size) {
@@ -428,7 +429,7 @@ KVXFER_HD float encode_sixteen(const float* x, float factor, float step, uint8_t
 bool encode_four_over_six(const Codec& codec, float* values, const Vectors& to) {
   const Blocks blocks(codec, to);
   PerBlock<float> peaks;
-  const bool finite = finite_peaks(blocks, values, static_cast<uint32_t>(to.count) * to.dim, peaks.values);
+  const bool finite = prepare(codec, blocks, values, static_cast<uint32_t>(to.count) * to.dim, peaks.values);
   const Choice six(blocks.count, peaks.values, 6.0f, codec.global_scale);
   const Choice four(blocks.count, peaks.values, 4.0f, codec.global_scale);
   uint32_t block = 0;
@@ -455,11 +456,7 @@ bool encode_integers(const Codec& codec, float* values, const Vectors& to) {
   const bool symmetric = codec.element == Element::int4;
   const uint32_t count = static_cast<uint32_t>(to.count) * to.dim, bytes = symmetric ? 2 : 4;
   PerBlock<float> peaks;
-  const bool finite = finite_peaks(blocks, values, count, peaks.values);
-  if (codec.rotation) {
-    hadamard(values, count, codec.rotation);
-    finite_peaks(blocks, values, count, peaks.values);
-  }
+  const bool finite = prepare(codec, blocks, values, count, peaks.values);
   blocks.over([&](uint32_t block, uint32_t first, uint32_t size) {
     const uint32_t v = block / blocks.each, b = block % blocks.each;
     const float* x = values + first;

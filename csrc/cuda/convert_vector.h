@@ -159,18 +159,17 @@ KVXFER_HD void rotate(const Team& team, float* values, uint32_t dim, uint32_t si
   });
 }
 
-// Makes the values finite. Returns whether they were.
+// Makes the values finite, and no larger than `largest` (its bits). Returns whether they were finite.
 template <class Team>
-KVXFER_HD bool make_finite(const Team& team, const VectorScratch& scratch, uint32_t dim) {
+KVXFER_HD bool make_finite(const Team& team, const VectorScratch& scratch, uint32_t dim, uint32_t largest) {
   team.each([&](uint32_t lane) {
     if (lane == 0) *scratch.nonfinite = 0;
   });
   team.each([&](uint32_t lane) {
     for (uint32_t i = lane; i < dim; i += kLanesOfTeam) {
-      if ((bits_of(scratch.values[i]) & kMagnitude) >= kInfinity) {
-        *scratch.nonfinite = 1;  // by several lanes perhaps, all the same
-        scratch.values[i] = saturate(scratch.values[i]);
-      }
+      const uint32_t bits = bits_of(scratch.values[i]) & kMagnitude;
+      if (bits >= kInfinity) *scratch.nonfinite = 1;  // by several lanes perhaps, all the same
+      if (bits > largest) scratch.values[i] = saturate(scratch.values[i], largest);
     }
   });
   return *scratch.nonfinite == 0;
@@ -329,11 +328,8 @@ KVXFER_HD uint32_t convert_vector(const Team& team, const ConvertGroup& group, c
     });
     return 0;
   }
-  const bool finite = make_finite(team, scratch, dim);
-  if (to.codec.rotation) {
-    rotate(team, scratch.values, dim, to.codec.rotation);
-    make_finite(team, scratch, dim);
-  }
+  const bool finite = make_finite(team, scratch, dim, to.codec.rotation ? kLargestRotated : kLargest);
+  if (to.codec.rotation) rotate(team, scratch.values, dim, to.codec.rotation);
   encode_vector(team, to, dst, dim, scratch);
   return finite ? 0u : 1u;
 }

@@ -11,10 +11,19 @@ import numpy as np
 
 import kvxfer
 
-from .checkpoint import Checkpoint, find_checkpoint
+from .checkpoint import Checkpoint, CheckpointError, find_checkpoint
 from .engine import Engine, Sequence
 from .kv_layout import GROUP, kv_layout
-from .messages import Channel, ChannelClosed, Decoded, DecodeRequest, Failed, Generated, WorkerOptions
+from .messages import (
+    Channel,
+    ChannelClosed,
+    Decoded,
+    DecodeRequest,
+    Failed,
+    Generated,
+    NotStarted,
+    WorkerOptions,
+)
 from .model import Llama
 from .paged_cache import OutOfBlocks
 
@@ -153,9 +162,17 @@ def serve(worker: DecodeWorker, channel: Channel) -> None:
 
 def run(connection: Connection, secret: bytes, options: WorkerOptions) -> None:
     """The decode process: load the model and serve until the front closes its end."""
+    channel = Channel(connection)
+    with suppress(ChannelClosed):
+        try:
+            _run(channel, secret, options)
+        except (kvxfer.KvxferError, CheckpointError) as error:
+            channel.send(NotStarted(reason=str(error)))
+
+
+def _run(channel: Channel, secret: bytes, options: WorkerOptions) -> None:
     model = Llama(Checkpoint(find_checkpoint()))
     allocate = kvxfer.shared_empty if options.shared else np.zeros
     cache = model.new_cache(num_blocks=NUM_BLOCKS, allocate=allocate)
     with kvxfer.Connector("decode-0", backends=options.backend, ways=options.ways, secret=secret) as connector:
-        with suppress(ChannelClosed):
-            serve(DecodeWorker(Engine(model, cache), connector, options.wire), Channel(connection))
+        serve(DecodeWorker(Engine(model, cache), connector, options.wire), channel)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import secrets
+import signal
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 
 from . import decode_worker, prefill_worker
@@ -18,6 +21,7 @@ from .messages import (
     Failed,
     Generated,
     Message,
+    NotStarted,
     Prefilled,
     PrefillRequest,
     WorkerOptions,
@@ -27,7 +31,7 @@ STOP_TIMEOUT_S = 10.0
 
 
 class WorkerDied(Exception):
-    """A worker process ended while requests were waiting for it."""
+    """A worker process ended, or could not start, while requests were waiting for it."""
 
 
 class Front:
@@ -44,8 +48,8 @@ class Front:
     def __enter__(self) -> Front:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        self.close(at_once=kind is not None)
 
     def generate(
         self,
@@ -67,6 +71,8 @@ class Front:
         while len(ended) < len(requests):
             for worker in wait([self._prefill, self._decode]):
                 message = worker.receive()
+                if isinstance(message, NotStarted):
+                    raise WorkerDied(message.reason)
                 if worker is self._prefill:
                     self._prefill_next(to_prefill)
                 if isinstance(message, (Prefilled, Generated)):
@@ -77,10 +83,12 @@ class Front:
                     ended[message.request_id] = message
         return [ended[request.request_id] for request in requests]
 
-    def close(self) -> None:
-        """Stop both processes."""
-        self._prefill.stop()
-        self._decode.stop()
+    def close(self, *, at_once: bool = False) -> None:
+        """Stop both processes; `at_once` in the middle of what they do."""
+        for worker in (self._prefill, self._decode):
+            worker.ask_to_stop(at_once=at_once)
+        for worker in (self._prefill, self._decode):
+            worker.stop()
 
     def _prefill_next(self, requests: deque[PrefillRequest]) -> None:
         if requests:
@@ -100,8 +108,14 @@ class WorkerProcess:
         """`run(connection, secret, options)` serves its end of the pipe until this end is closed."""
         context = multiprocessing.get_context("spawn")
         connection, worker_connection = context.Pipe()
-        self._process = context.Process(name=name, target=run, args=(worker_connection, secret, options))
-        self._process.start()
+        self._process = context.Process(name=name, target=run, args=(worker_connection, secret, options), daemon=True)
+        # Ctrl-C reaches every process of a terminal, and is the front's to act on: workers inherit that it is blocked.
+        resource_tracker.ensure_running()  # started with the worker, it would unblock the signal
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         worker_connection.close()
         self._channel = Channel(connection)
 
@@ -123,15 +137,25 @@ class WorkerProcess:
         """The file descriptor that becomes readable when `receive` would return or raise."""
         return self._channel.fileno()
 
-    def stop(self) -> None:
-        """Let the worker end by itself; kill it when it does not."""
+    def ask_to_stop(self, *, at_once: bool) -> None:
+        """Have the worker end when it has nothing to do; `at_once` kills it, and its shared memory goes with it."""
         self._channel.close()
+        if at_once:
+            self._process.kill()
+
+    def stop(self) -> None:
+        """Wait for the worker to end by itself; kill it when it does not."""
         self._process.join(STOP_TIMEOUT_S)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
 
     def _died(self) -> WorkerDied:
+        with suppress(ChannelClosed):
+            while self._channel.has_message():
+                message = self._channel.receive()
+                if isinstance(message, NotStarted):
+                    return WorkerDied(message.reason)
         self._process.join(STOP_TIMEOUT_S)
         return WorkerDied(
             f"expected an answer of the {self._process.name} worker, saw it end with exit code "

@@ -78,7 +78,13 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-Message = PrefillRequest | Prefilled | DecodeRequest | Generated | Decoded | Failed
+class NotStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Either worker to front: it could not start, and ends."""
+
+    reason: str
+
+
+Message = PrefillRequest | Prefilled | DecodeRequest | Generated | Decoded | Failed | NotStarted
 
 
 class ChannelClosed(Exception):

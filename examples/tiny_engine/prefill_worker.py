@@ -9,10 +9,18 @@ import numpy as np
 
 import kvxfer
 
-from .checkpoint import Checkpoint, find_checkpoint
+from .checkpoint import Checkpoint, CheckpointError, find_checkpoint
 from .engine import Engine, Sequence
 from .kv_layout import GROUP, kv_layout
-from .messages import Channel, ChannelClosed, Failed, Prefilled, PrefillRequest, WorkerOptions
+from .messages import (
+    Channel,
+    ChannelClosed,
+    Failed,
+    NotStarted,
+    Prefilled,
+    PrefillRequest,
+    WorkerOptions,
+)
 from .model import Llama
 from .paged_cache import OutOfBlocks
 
@@ -92,10 +100,18 @@ def serve(worker: PrefillWorker, channel: Channel) -> None:
 
 def run(connection: Connection, secret: bytes, options: WorkerOptions) -> None:
     """The prefill process: load the model and serve until the front closes its end."""
+    channel = Channel(connection)
+    with suppress(ChannelClosed):
+        try:
+            _run(channel, secret, options)
+        except (kvxfer.KvxferError, CheckpointError) as error:
+            channel.send(NotStarted(reason=str(error)))
+
+
+def _run(channel: Channel, secret: bytes, options: WorkerOptions) -> None:
     model = Llama(Checkpoint(find_checkpoint()))
     allocate = kvxfer.shared_empty if options.shared else np.zeros
     cache = model.new_cache(num_blocks=NUM_BLOCKS, allocate=allocate)
     listen = "tcp://127.0.0.1:0"
     with kvxfer.Connector("prefill-0", listen=listen, backends=options.backend, secret=secret) as connector:
-        with suppress(ChannelClosed):
-            serve(PrefillWorker(Engine(model, cache), connector), Channel(connection))
+        serve(PrefillWorker(Engine(model, cache), connector), channel)

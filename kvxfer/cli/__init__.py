@@ -11,13 +11,24 @@ import os
 import sys
 
 from kvxfer import __version__
-from kvxfer.errors import KvxferError
+from kvxfer.errors import InvalidRequest, KvxferError
 
 COMMANDS = ("demo", "doctor", "size", "bench")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. Errors of the library end it with status 2 and one message on standard error."""
+    """Run one command and return its exit status.
+
+    Errors of the library end it with one line on standard error: status 2 for what was asked wrongly, as for flags that
+    do not exist, 1 for all others. Ctrl-C ends it without a word, with status 130.
+    """
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="kvxfer",
         description="Moves a request's KV cache from the worker that prefills it to the one that decodes.",
@@ -32,10 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return modules[args.command].run(args)
     except KvxferError as error:
-        print(f"kvxfer {args.command}: {type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+        message = " ".join(str(error).split())
+        print(f"kvxfer {args.command}: {type(error).__name__}: {message}", file=sys.stderr)
+        return 2 if isinstance(error, InvalidRequest) else 1
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Runs a benchmark of the repository; what follows its name goes to it, ``--help`` too.
 
-Each prints a table with our rows, peers on the same work in the same run, and the measured ceiling.
+Each prints a table with our rows, peers on the same work in the same run, and the measured ceiling; with
+``--json FILE`` it writes the results and what they were measured on as JSON too.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from kvxfer import formats
+from kvxfer.backends.segments import remove_orphans
 from kvxfer.cli import checkout
 from kvxfer.cli.demo import Report
 from kvxfer.cli.progress_bar import ProgressBar
@@ -26,7 +27,10 @@ def demonstrate(args: argparse.Namespace) -> Report:
         raise InvalidRequest(f"the demo's model is not there: {error}") from error
     tokenizer = checkout.load(f"{engine.__name__}.tokenizer").Tokenizer(checkpoint.metadata)
     prompt = tokenizer.encode_chat([("user", args.prompt)])
-    answer = _with_two_processes(args, prompt)
+    try:
+        answer = _with_two_processes(args, prompt)
+    finally:
+        remove_orphans()  # of processes that were killed, after an error or Ctrl-C
     reference = _with_one_process(args, checkpoint, prompt)
     equal = [ours == theirs for ours, theirs in zip(answer.tokens, reference, strict=False)]
     return Report(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import multiprocessing
 import os
 import secrets
+import signal
 import time
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -15,15 +18,16 @@ import numpy as np
 
 import kvxfer
 from kvxfer import formats
-from kvxfer.backends.segments import DIRECTORY
+from kvxfer.backends.segments import DIRECTORY, remove_orphans
 from kvxfer.cli.demo import Report
 from kvxfer.cli.progress_bar import ProgressBar
-from kvxfer.errors import BackendError, InvalidRequest
+from kvxfer.errors import BackendError, InvalidRequest, KvxferError
 from kvxfer.layout import CacheLayout
 from kvxfer.models import layout_for
 
 _START_TIMEOUT_S = 120.0
 _FETCH_TIMEOUT_S = 300.0
+_STOP_TIMEOUT_S = 10.0
 _FILL_WORDS = 1 << 22
 _FINITE = 0xBFBF_BFBF_BFBF_BFBF  # clears the top exponent bit of bf16, fp16, fp32, e4m3 and e8m0: no NaN, no infinity
 
@@ -37,17 +41,27 @@ def demonstrate(args: argparse.Namespace) -> Report:
     ours, theirs = context.Pipe()
     options = (args.model, args.tokens, args.memory, args.backend)
     process = context.Process(target=_prefill, args=(theirs, *options, secret), daemon=True)
-    process.start()
+    # Ctrl-C reaches every process of a terminal, and is this one's to act on: the other inherits that it is blocked.
+    resource_tracker.ensure_running()  # started with the process, it would unblock the signal
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     theirs.close()
     try:
-        return _decode(args, layout, secret, ours)
+        report = _decode(args, layout, secret, ours)
+        ours.close()  # which ends the other process
+        process.join(_STOP_TIMEOUT_S)
+        return report
     except (EOFError, ConnectionError) as error:
-        process.join(10)
+        process.join(_STOP_TIMEOUT_S)
         raise BackendError(f"the prefill process ended early, with exit code {process.exitcode}") from error
     finally:
         ours.close()
-        process.join(10)
-        process.kill()
+        process.kill()  # after an error or Ctrl-C, wherever it is
+        process.join()
+        remove_orphans()
 
 
 def _check_room(layout: CacheLayout, memory: str) -> None:
@@ -84,7 +98,8 @@ def _arrays(layout: CacheLayout, memory: str, seed: int | None) -> dict[str, np.
     arrays = {}
     for region in layout.regions:
         array = kvxfer.shared_empty(region.nbytes) if memory == "shared" else np.zeros(region.nbytes, np.uint8)
-        array.fill(0)  # an engine's cache has been touched long before its first request
+        for first in range(0, region.nbytes, 8 * _FILL_WORDS):  # a cache has been touched long before its first request
+            array[first : first + 8 * _FILL_WORDS] = 0
         if seed is not None:
             words = array[: region.nbytes // 8 * 8].view(np.uint64)
             generator = np.random.default_rng(seed)
@@ -110,20 +125,29 @@ def _checksum(layout: CacheLayout, arrays: dict[str, np.ndarray], lists: dict[st
 
 
 def _prefill(pipe: Connection, model: str, tokens: int, memory: str, backend: str, secret: bytes) -> None:
-    """The prefill process: publish, send the ticket and the checksum, and wait for the end of the lease."""
+    """The prefill process: publish, send the ticket and the checksum, and wait for the end of the lease.
+
+    Before them goes an empty message, or an error that leaves no ticket to send.
+    """
+    with contextlib.suppress(EOFError, ConnectionError):
+        try:
+            _publish(pipe, model, tokens, memory, backend, secret)
+        except KvxferError as error:
+            pipe.send_bytes(str(error).encode())
+
+
+def _publish(pipe: Connection, model: str, tokens: int, memory: str, backend: str, secret: bytes) -> None:
     layout = _layout(model, tokens)
     arrays = _arrays(layout, memory, seed=1)
     lists = _block_lists(layout, tokens, seed=2)
-    try:
-        with kvxfer.Connector("prefill-0", backends=backend, secret=secret) as connector:
-            cache = connector.register(arrays, layout)
-            lease = cache.publish(lists, tokens=tokens, ttl_s=_FETCH_TIMEOUT_S, request_id="synthetic")
-            pipe.send_bytes(bytes(lease.ticket))
-            pipe.send_bytes(_checksum(layout, arrays, lists))
-            lease.released.wait(_FETCH_TIMEOUT_S)
-            pipe.recv_bytes()  # the other side closes its end
-    except (EOFError, ConnectionError, KeyboardInterrupt):
-        pass
+    with kvxfer.Connector("prefill-0", backends=backend, secret=secret) as connector:
+        cache = connector.register(arrays, layout)
+        lease = cache.publish(lists, tokens=tokens, ttl_s=_FETCH_TIMEOUT_S, request_id="synthetic")
+        pipe.send_bytes(b"")
+        pipe.send_bytes(bytes(lease.ticket))
+        pipe.send_bytes(_checksum(layout, arrays, lists))
+        lease.released.wait(_FETCH_TIMEOUT_S)
+        pipe.recv_bytes()  # the other side closes its end
 
 
 def _decode(args: argparse.Namespace, layout: CacheLayout, secret: bytes, pipe: Connection) -> Report:
@@ -132,6 +156,9 @@ def _decode(args: argparse.Namespace, layout: CacheLayout, secret: bytes, pipe: 
     ways = (args.way,) if args.way else ("mapped", "direct", "packed")
     if not pipe.poll(_START_TIMEOUT_S):
         raise BackendError(f"the prefill process did not publish within {_START_TIMEOUT_S:g} s")
+    reason = pipe.recv_bytes().decode()
+    if reason:
+        raise BackendError(f"the prefill process could not publish: {reason}")
     ticket = pipe.recv_bytes()
     expected = pipe.recv_bytes()
     with kvxfer.Connector("decode-0", backends=args.backend, ways=ways, secret=secret) as connector:

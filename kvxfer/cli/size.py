@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 from kvxfer.errors import InvalidRequest
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the sizes. Whether a load fits is in the report, not in the exit status."""
     layout = layout_for(
-        args.model or args.config,
+        args.model if args.config is None else Path(args.config),
         args.engine,
         engine_version=args.engine_version,
         kv_cache_dtype=args.kv_cache_dtype,
@@ -115,7 +116,7 @@ def _table(report: dict[str, Any], layout: CacheLayout, sizes: Sizes) -> str:
         "",
     ]
     rows = [
-        ("bytes per token", f"{sizes.bytes_per_token:,}", "the model's own records"),
+        ("bytes per token", f"{sizes.bytes_per_token:,}", _growth(sizes)),
         ("  as stored", f"{sizes.stored_bytes_per_token:,}", f"block stride {sizes.block_stride_bytes:,} B"),
         (f"one request of {sizes.tokens:,} tokens", _size(sizes.request_bytes), ""),
         ("  growing", _size(sizes.growing_bytes), ""),
@@ -147,6 +148,13 @@ def _table(report: dict[str, Any], layout: CacheLayout, sizes: Sizes) -> str:
             f"{group.block_stride_bytes:>12,}  {_size(group.moved_bytes)}"
         )
     return "\n".join(lines)
+
+
+def _growth(sizes: Sizes) -> str:
+    if sizes.bytes_per_token:
+        return "the model's own records"
+    window = max(group.window for group in sizes.groups)
+    return f"all layers have windows: a request stops growing at {window:,} tokens"
 
 
 def _size(nbytes: int) -> str:

@@ -16,8 +16,8 @@ from kvxfer.cuda.lanes import Ending, Lane, Lanes
 from kvxfer.cuda.packed import PreparedCudaPackedPlan
 from kvxfer.cuda.plan import PreparedCudaPlan
 from kvxfer.cuda.runtime import copy_bytes
-from kvxfer.errors import NonFiniteValue
 from kvxfer.formats import Checksum, ChecksumKind, PackedPlan
+from kvxfer.formats.wire import not_finite
 from kvxfer.plan import WIRE_ALIGNMENT, Chunk, TransferPlan, together
 
 PIECE_BYTES = 1 << 30  # what one launch carries out: a few milliseconds of the link
@@ -110,10 +110,7 @@ class CudaPackedPlan:
                 copy_bytes(lane.digest, digest, 8, **options)
             lane.finish()
             if check and lane.flag_is_set():
-                raise NonFiniteValue(
-                    f"wire format {self.plan.wire} packs finite values only, and this chunk holds NaN or infinity; "
-                    "send this cache with wire='raw', or switch the check off to let them saturate"
-                )
+                raise not_finite(self.plan.wire, "vectors of this chunk")
             return Checksum(ChecksumKind.MIX64, lane.digest_word()) if summed else None
 
     def unpack(

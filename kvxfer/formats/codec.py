@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvxfer.errors import InvalidRequest
+from kvxfer.formats import elements
 
 
 class Element(enum.IntEnum):
@@ -164,6 +165,22 @@ class Codec:
         entry["global_scale"] = self.global_scale
         return entry[()]
 
+    def finite(self, x: np.ndarray, *, check: bool) -> np.ndarray:
+        """What is encoded of `x`: see `elements.finite`, and with a rotation `elements.ROTATED_MAX`."""
+        largest = elements.ROTATED_MAX if self.rotate else elements.FLOAT32_MAX
+        return elements.finite(x, check=check, largest=largest)
+
+    def rotated_bound(self, x: np.ndarray) -> np.ndarray:
+        """`error_bound` of a codec with a rotation: what it is without, over each run that is rotated."""
+        kept = self.finite(x, check=True)
+        size = self.rotation(x.shape[-1])
+        bounds = replace(self, rotate=False).error_bound(elements.hadamard(kept, size))
+        runs = (*x.shape[:-1], -1, size)
+        # Two rotations in float32 add noise of their own.
+        noise = np.linalg.norm(kept.astype(np.float64).reshape(runs), axis=-1) * size * 2.0**-22
+        bound = np.linalg.norm(bounds.reshape(runs), axis=-1) + noise
+        return np.repeat(bound, size, axis=-1).reshape(x.shape) + np.abs(x.astype(np.float64) - kept)
+
     # --- the rule, stated by each format ---
 
     def pack(self, x: np.ndarray, *, check: bool = True) -> tuple[np.ndarray, np.ndarray]:
@@ -179,8 +196,8 @@ class Codec:
         raise NotImplementedError
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
-        """The largest ``|unpack(pack(x)) - x|`` of each value, before the destination rounds.
+        """The largest ``|unpack(pack(x)) - x|`` of each finite value, before the destination rounds.
 
-        For magnitudes up to 2**126 (2**118 with a rotation); beyond, a value may become infinite.
+        Includes what saturates. What is unpacked is finite.
         """
         raise NotImplementedError

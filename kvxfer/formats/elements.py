@@ -19,6 +19,8 @@ from kvxfer.errors import NonFiniteValue
 FLOAT32_MAX = np.finfo(np.float32).max
 FLOAT32_TINY = np.finfo(np.float32).tiny  # the least normal number, 2**-126
 FLOAT16_MAX = np.float32(65504)
+ROTATED_MAX = np.float32(2.0**118)
+"""What a vector's magnitudes saturate at before a rotation: nothing can overflow on the way there and back."""
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
@@ -112,13 +114,14 @@ def unpack_nibbles(packed: np.ndarray) -> np.ndarray:
 
 
 def e8m0_scale(amax: np.ndarray, *, rule: str, largest: float, emax: int, mantissa_bits: int) -> np.ndarray:
-    """E8M0 codes for blocks of largest magnitude `amax` (finite, 0 or more), clamped to 0 .. 254.
+    """E8M0 codes for blocks of largest magnitude `amax` (finite, 0 or more), clamped to 0 .. 254 - `emax`.
 
     - floor: ``floor(log2(amax)) - emax``, the text of the OCP specification; the top of a binade saturates.
     - ceil: the least power of two not below ``amax / largest``, so that nothing saturates.
     - even: as floor, after `amax` has been rounded to the element's mantissa, half way up.
 
-    A float32 below 2**-126 counts as 2**-127, and so does zero.
+    A float32 below 2**-126 counts as 2**-127, and so does zero. `emax` is the exponent of the element's largest
+    code: with larger scales than the clamp's, that code times the scale would be beyond float32.
     """
     if rule == "ceil":
         bits = (amax / np.float32(largest)).astype(np.float32).view(np.uint32).astype(np.int64)
@@ -128,7 +131,7 @@ def e8m0_scale(amax: np.ndarray, *, rule: str, largest: float, emax: int, mantis
         if rule == "even":
             bits = bits + (1 << (22 - mantissa_bits))
         exponent = (bits >> 23) - emax
-    return np.clip(exponent, 0, 254).astype(np.uint8)
+    return np.clip(exponent, 0, 254 - emax).astype(np.uint8)
 
 
 def reciprocal(scale: np.ndarray) -> np.ndarray:
@@ -137,24 +140,22 @@ def reciprocal(scale: np.ndarray) -> np.ndarray:
         return np.where(scale < FLOAT32_TINY, np.float32(0), np.float32(1) / scale).astype(np.float32)
 
 
-def finite(x: np.ndarray, *, check: bool) -> np.ndarray:
-    """`x` as float32 without NaN and infinity.
+def finite(x: np.ndarray, *, check: bool, largest: np.float32 = FLOAT32_MAX) -> np.ndarray:
+    """`x` as float32 without NaN and infinity, and no larger than `largest`.
 
-    With `check` they raise NonFiniteValue. Without, infinity counts as the largest finite float32 of its
-    sign, NaN as the positive one, and so they saturate: their block's other values lose their precision,
-    nothing else is touched.
+    With `check` NaN and infinity raise NonFiniteValue. Without, infinity counts as the largest finite float32
+    of its sign, NaN as the positive one, and so they saturate: their block's other values lose their
+    precision, nothing else is touched.
     """
     x = np.asarray(x, np.float32)
     bad = ~np.isfinite(x)
-    if not bad.any():
-        return x
-    if check:
+    if check and bad.any():
         raise NonFiniteValue(
             f"a lossy wire format packs finite values only, and {int(bad.sum())} of {x.size} are NaN or "
             f"infinite, the first at index {int(np.flatnonzero(bad.ravel())[0])}; send this cache with "
             "wire='raw', or switch the check off to let them saturate"
         )
-    return np.where(np.isnan(x), FLOAT32_MAX, np.clip(x, -FLOAT32_MAX, FLOAT32_MAX))
+    return np.where(np.isnan(x), largest, np.clip(x, -largest, largest))
 
 
 def blocks_of(x: np.ndarray, block: int) -> np.ndarray:

@@ -25,9 +25,17 @@ class Int4(Codec):
     - asymmetric: ``z = fp16(min)``, ``s = fp16((max - min) / 15)``, ``q = clamp(round((x - z) * (1 / s)), 0,
       15)``, value ``q * s + z``. Where s is zero, q is zero.
 
-    Error of a value, for groups within float16's range: symmetric ``amax / 14``; asymmetric ``(max - min) /
-    30``; in both the rounding of scale and zero point comes on top (1/2048 of the largest magnitude and of
-    the range).
+    Error of a value, where ``r = max - min`` of its group (float32's own rounding apart, a part in 10**5):
+
+    - symmetric, for ``amax <= 7 * 65504``: ``amax / 14``, and ``amax / 2048 + 2**-22`` for the rounding of s.
+      Larger groups have s = 65504: the value clamped to ``7 * 65504`` has an error of 32752, the clamping comes
+      on top. A group with ``amax <= 7 * 2**-25`` becomes zeros.
+    - asymmetric, for ``|min| <= 65504`` and ``r <= 15 * 65504``: ``r / 30``, and ``(|min| + r) / 2048 + 2**-21``
+      for the rounding of z and s. In other groups z, s or both are clamped, and a value becomes the nearest of
+      z, z + s, .. z + 15 s, whatever its distance. A group with ``r <= 15 * 2**-25`` becomes z.
+
+    With rotation the root of the sum of squares of these over the run, of the rotated values; magnitudes beyond
+    2**118 saturate before it.
     """
 
     element: Element = Element.INT4
@@ -36,11 +44,11 @@ class Int4(Codec):
 
     def pack(self, x: np.ndarray, *, check: bool = True) -> tuple[np.ndarray, np.ndarray]:
         """See the class; shapes in `Codec.pack`."""
-        x = elements.finite(x, check=check)
+        x = self.finite(x, check=check)
         dim = x.shape[-1]
         with np.errstate(over="ignore", invalid="ignore"):
             if self.rotate:
-                x = elements.finite(elements.hadamard(x, self.rotation(dim)), check=False)
+                x = elements.hadamard(x, self.rotation(dim))
             blocks = elements.blocks_of(x, min(self.block, dim))
             if self.element is Element.INT4:
                 scale = _half(np.abs(blocks).max(axis=-1) / np.float32(7))
@@ -73,24 +81,24 @@ class Int4(Codec):
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
         """See the class."""
-        wide = x.astype(np.float64)
-        dim = x.shape[-1]
         if self.rotate:
-            size = self.rotation(dim)
-            plain = Int4(element=self.element, scale=self.scale, block=self.block)
-            runs = plain.error_bound(elements.hadamard(x, size)).reshape(*x.shape[:-1], -1, size)
-            # Two rotations in float32 add noise of their own.
-            noise = np.linalg.norm(wide.reshape(runs.shape), axis=-1) * size * 2.0**-22
-            return np.repeat(np.linalg.norm(runs, axis=-1) + noise, size, axis=-1).reshape(x.shape)
-        blocks = elements.blocks_of(wide, min(self.block, dim))
-        amax, reach = np.abs(blocks).max(axis=-1), blocks.max(axis=-1) - blocks.min(axis=-1)
+            return self.rotated_bound(x)
+        dim = x.shape[-1]
+        blocks = elements.blocks_of(x.astype(np.float64), min(self.block, dim))
+        low, high = blocks.min(axis=-1, keepdims=True), blocks.max(axis=-1, keepdims=True)
+        most = float(elements.FLOAT16_MAX)
         if self.element is Element.INT4:
-            bound = np.maximum(amax / 14 + amax * 2.0**-11 + 7 * 2.0**-25, amax - 7 * 65504)
-            bound = np.where(amax / 7 < 2.0**-24, amax, bound)
+            amax = np.minimum(np.maximum(-low, high), 7 * most)
+            bound = amax / 14 + amax * 2.0**-11 + 2.0**-22 + np.abs(blocks - np.clip(blocks, -amax, amax))
         else:
-            bound = reach / 30 + (amax + 2 * reach) * 2.0**-11 + 16 * 2.0**-24
-            bound = np.where((amax > 65504) | (reach > 15 * 65504), amax + reach, bound)
-        return np.repeat(bound, blocks.shape[-1], axis=-1)[..., :dim] * (1 + 1e-5)
+            reach = high - low
+            inside = reach / 30 + (np.abs(low) + reach) * 2.0**-11 + 2.0**-21
+            zero, step = np.clip(low, -most, most), np.minimum(reach / 15, most)
+            clamped = np.abs(blocks - np.clip(blocks, zero, zero + 15 * step))
+            rounding = step / 2 + (np.abs(zero) + 15 * step) * 2.0**-11
+            outside = clamped + rounding
+            bound = np.where((np.abs(low) <= most) & (reach <= 15 * most), inside, outside)
+        return bound.reshape(*x.shape[:-1], -1)[..., :dim] * (1 + 1e-5)
 
 
 def _half(x: np.ndarray) -> np.ndarray:

@@ -23,10 +23,12 @@ class Mx(Codec):
 
     Rule: ``code = round(x * 2**-e)`` where the scale is ``2**e``, value ``code * 2**e``; values beyond the
     largest code saturate. A block of zeros has scale code 0 (2**-127). Scale code 255 is NaN: its whole block
-    is.
+    is. The largest scale is the one whose largest code is still finite, 2**125 for E2M1 and 2**119 for E4M3: so
+    magnitudes beyond ``6 * 2**125`` and ``448 * 2**119``, 2.55e38 and 2.98e38, saturate there.
 
-    Error of a value: ``amax / 4`` of its block for E2M1, ``amax / 8`` for E4M3 (`floor` reaches it, when it
-    clips); 2**-127 for blocks that small. With rotation the root of the sum of squares of these over the run.
+    Error of a value, of any finite float32: ``amax / 4`` of its block for E2M1, ``amax / 8`` for E4M3 (reached
+    where a scale clips), and 2**-128 for blocks that small. With rotation the root of the sum of squares of these
+    over the run; magnitudes beyond 2**118 saturate before it.
     """
 
     scale: Scale = Scale.E8M0
@@ -35,11 +37,10 @@ class Mx(Codec):
 
     def pack(self, x: np.ndarray, *, check: bool = True) -> tuple[np.ndarray, np.ndarray]:
         """See the class; shapes in `Codec.pack`."""
-        x = elements.finite(x, check=check)
+        x = self.finite(x, check=check)
         dim = x.shape[-1]
         if self.rotate:
-            with np.errstate(over="ignore", invalid="ignore"):
-                x = elements.finite(elements.hadamard(x, self.rotation(dim)), check=False)
+            x = elements.hadamard(x, self.rotation(dim))
         blocks = elements.blocks_of(x, self.block)
         four = self.element is Element.E2M1
         scale = elements.e8m0_scale(
@@ -67,17 +68,10 @@ class Mx(Codec):
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
         """See the class."""
-        wide = x.astype(np.float64)
         if self.rotate:
-            size = self.rotation(x.shape[-1])
-            rotated = elements.hadamard(x, size)
-            bounds = Mx(element=self.element, rule=self.rule, block=self.block).error_bound(rotated)
-            runs = bounds.reshape(*x.shape[:-1], -1, size)
-            # Two rotations in float32 add noise of their own.
-            noise = np.linalg.norm(wide.reshape(runs.shape), axis=-1) * size * 2.0**-22
-            return np.repeat(np.linalg.norm(runs, axis=-1) + noise, size, axis=-1).reshape(x.shape)
-        amax = elements.blocks_of(np.abs(wide), self.block).max(axis=-1)
-        bound = np.maximum(amax / (4 if self.element is Element.E2M1 else 8), 2.0**-127) * (1 + 1e-5)
+            return self.rotated_bound(x)
+        amax = elements.blocks_of(np.abs(x.astype(np.float64)), self.block).max(axis=-1)
+        bound = np.maximum(amax / (4 if self.element is Element.E2M1 else 8), 2.0**-128) * (1 + 1e-5)
         return np.repeat(bound, self.block, axis=-1)[..., : x.shape[-1]]
 
 

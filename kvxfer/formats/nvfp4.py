@@ -26,7 +26,8 @@ class Nvfp4(Codec):
 
     Error of a value: ``amax * 17 / 96`` of its block, as long as ``amax / (6 * g)`` is a normal E4M3 number
     (2**-6 to 448): half of the widest gap of E2M1 with the scale's own rounding on top. Below, ``amax / 6 + g
-    / 1024`` or ``6 * g / 1024``, the larger; above 2688 * g, ``amax - 2688 * g``.
+    / 1024`` or ``6 * g / 1024``, the larger. In blocks beyond ``2688 * g`` values saturate there; those that do not
+    keep the bound of ``amax = 2688 * g``.
     """
 
     element: Element = Element.E2M1
@@ -72,10 +73,11 @@ class Nvfp4(Codec):
     def error_bound(self, x: np.ndarray) -> np.ndarray:
         """See the class."""
         g = self.global_scale
-        amax = elements.blocks_of(np.abs(x.astype(np.float64)), self.block).max(axis=-1)
+        wide = np.abs(x.astype(np.float64))
+        amax = elements.blocks_of(wide, self.block).max(axis=-1)
         small = np.maximum(amax / 6 + g / 1024, 6 * g / 1024)
-        bound = np.where(amax < 6 * g / 64, small, np.maximum(amax * 17 / 96, amax - 2688 * g))
-        return np.repeat(bound, self.block, axis=-1)[..., : x.shape[-1]] * (1 + 1e-5)
+        bound = np.where(amax < 6 * g / 64, small, np.minimum(amax, 2688 * g) * 17 / 96)
+        return np.maximum(np.repeat(bound, self.block, axis=-1)[..., : x.shape[-1]], wide - 2688 * g) * (1 + 1e-5)
 
 
 PLAIN = Nvfp4()

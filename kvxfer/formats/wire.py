@@ -30,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from kvxfer.errors import InvalidRequest, UnknownWireFormat
+from kvxfer.errors import InvalidRequest, NonFiniteValue, UnknownWireFormat
 from kvxfer.formats import fp8, int4, mx, nvfp4
 from kvxfer.formats.codec import Codec, Rule
 
@@ -193,6 +193,19 @@ _FAMILIES: dict[str, Callable[[_Options], Codecs]] = {
 
 NAMES = tuple(_FAMILIES)
 """The families of wire formats."""
+
+
+def not_finite(wire: WireFormat, what: str) -> NonFiniteValue:
+    """The error for `what` of a chunk that holds NaN or infinity where numbers are packed into smaller ones."""
+    if wire.lossless:  # then it is the destination's cache that has no room for them
+        return NonFiniteValue(
+            f"the destination's cache stores smaller numbers than the source's, finite ones only, and {what} hold "
+            "NaN or infinity: keep both caches in one type, or let them saturate with Connector(check_finite=False)"
+        )
+    return NonFiniteValue(
+        f"wire format {wire} packs finite values only, and {what} hold NaN or infinity: send caches of one type with "
+        "wire='raw', or let them saturate with Connector(check_finite=False)"
+    )
 
 
 def parse(name: str | WireFormat) -> WireFormat:

@@ -22,6 +22,7 @@ from kvxfer.layout.records import (
     paged_record,
 )
 from kvxfer.models.config import Target, integer, unknown
+from kvxfer.models.layer_kinds import FULL, LINEAR, SLIDING, layer_kinds, window
 
 _PLAIN = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _DTYPE_NAMES = {name: short for short, name in _PLAIN.items()}
@@ -40,24 +41,6 @@ class _Heads:
     head_dim: int
 
 
-_UNDESCRIBED = {
-    "attention_chunk_size": "chunked local attention",
-    "attn_layer_indices": "state-space layers",
-    "attn_layer_period": "state-space layers",
-    "attn_type_list": "linear attention of its own kind",
-    "block_configs": "layers that differ in their heads",
-    "cross_attention_layers": "cross-attention layers",
-    "hybrid_override_pattern": "state-space layers",
-    "is_encoder_decoder": "an encoder and cross-attention",
-    "layers_block_type": "state-space layers",
-    "mamba_d_state": "state-space layers",
-    "num_kv_shared_layers": "layers that share a cache",
-    "ssm_cfg": "state-space layers",
-    "state_size": "state-space layers",
-}
-"""Keys of a ``config.json`` that mean a cache beside, or other than, plain keys and values: what they mean."""
-
-
 @dataclass(frozen=True)
 class _Part:
     """Layers of one kind before they are dealt into groups."""
@@ -74,14 +57,13 @@ def layout(name: str, config: Mapping[str, Any], target: Target) -> CacheLayout:
         raise InvalidRequest(
             f"{name}: no draft layers are described, got draft {target.draft!r}; register tensors instead"
         )
-    for key, meaning in _UNDESCRIBED.items():
-        if config.get(key):
-            raise InvalidRequest(
-                f"{name} has {meaning} ({key} in its configuration), and the cache of that is not described; "
-                "register tensors instead"
-            )
     if target.indexer_dtype != "auto" or target.indexer_sparse_logits:
         raise InvalidRequest(f"{name} has no indexer; leave indexer_dtype and indexer_sparse_logits out")
+    if config.get("index_head_dim"):
+        raise InvalidRequest(
+            f"{name} has an indexer beside its keys and values (index_head_dim in its configuration), and the cache of "
+            "that is not described; register tensors instead"
+        )
     heads = _heads(name, config, target)
     parts = _parts(config)
     fingerprint = {"model": name, "kv_cache": heads.dtype}
@@ -94,18 +76,15 @@ def layout(name: str, config: Mapping[str, Any], target: Target) -> CacheLayout:
 
 
 def _heads(name: str, config: Mapping[str, Any], target: Target) -> _Heads:
-    query_heads = integer(config, "num_attention_heads")
-    total = integer(config, "num_key_value_heads", query_heads)
-    head_dim = config.get("head_dim")
-    if head_dim is None:
-        head_dim = integer(config, "hidden_size") // query_heads
+    total = _kv_heads(config)
+    head_dim = _head_dim(name, config)
     if total % target.tp and target.tp % total:
         raise InvalidRequest(
             f"{name}: {total} KV heads cannot be divided over tp {target.tp}, nor replicated evenly"
         )
     wanted = target.kv_cache_dtype
     if wanted == "auto":
-        stated = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16").removeprefix("torch.")
+        stated = _model_dtype(config, target)
         wanted = _DTYPE_NAMES.get(stated, stated)
     known = [*_PLAIN, *(("fp8",) if target.engine != "vllm" else QUANTISED_KV)]
     if wanted not in known:
@@ -115,38 +94,58 @@ def _heads(name: str, config: Mapping[str, Any], target: Target) -> _Heads:
         local=max(1, total // target.tp),
         start=target.rank * total // target.tp,
         total=total,
-        head_dim=integer({"head_dim": head_dim}, "head_dim"),
+        head_dim=head_dim,
     )
+
+
+def _model_dtype(config: Mapping[str, Any], target: Target) -> str:
+    """What the engine computes in when nobody says otherwise: what the checkpoint has, but float32 nowhere on vLLM."""
+    stated = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16").removeprefix("torch.")
+    return "bfloat16" if stated == "float32" and target.engine != "sglang" else stated
+
+
+def _kv_heads(config: Mapping[str, Any]) -> int:
+    """KV heads of a layer over all ranks: the key that the model has for them, in vLLM's order."""
+    one_of_all = config.get("model_type") in ("falcon", "gpt_bigcode", "RefinedWeb", "RefinedWebModel")
+    if one_of_all and not config.get("new_decoder_architecture") and config.get("multi_query", True):
+        return 1
+    for key in ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num"):
+        if config.get(key) is not None:
+            return integer(config, key)
+    return integer(config, "num_attention_heads")
+
+
+def _head_dim(name: str, config: Mapping[str, Any]) -> int:
+    """Channels of a head, alike for keys and values."""
+    for key in ("head_dim", "hidden_size_per_head", "kv_channels"):
+        if config.get(key):
+            head_dim = integer(config, key)
+            break
+    else:
+        head_dim = integer(config, "hidden_size") // integer(config, "num_attention_heads")
+    if head_dim < 1:
+        raise InvalidRequest(f"{name}: hidden_size is smaller than num_attention_heads; state head_dim")
+    value_dim = config.get("v_head_dim") or head_dim
+    if value_dim != head_dim:
+        raise InvalidRequest(
+            f"{name}: v_head_dim is {value_dim} and head_dim {head_dim}, and pages of keys and values of unequal "
+            "width are not described; register tensors instead"
+        )
+    return head_dim
 
 
 def _parts(config: Mapping[str, Any]) -> list[_Part]:
     """Full layers first, then sliding ones or those with state."""
-    count = integer(config, "num_hidden_layers")
-    kinds = config.get("layer_types")
-    if kinds is None and "full_attention_interval" in config:
-        every = integer(config, "full_attention_interval")
-        kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
-    sliding = config.get("sliding_window")
-    if kinds is None and sliding and config.get("use_sliding_window", True):
-        every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or count + 1
-        kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
-    kinds = kinds or ["full_attention"] * count
-    unknown_kinds = sorted(set(kinds) - {"full_attention", "sliding_attention", "linear_attention"})
-    if len(kinds) < count or unknown_kinds:
-        raise InvalidRequest(
-            "layer_types must say full_attention, sliding_attention or linear_attention for each of "
-            f"{count} layers; "
-            f"got {len(kinds)} entries" + (f" with {unknown_kinds}" if unknown_kinds else "")
-        )
-    of = {kind: [i for i in range(count) if kinds[i] == kind] for kind in set(kinds[:count])}
+    kinds = layer_kinds(config)
     parts = []
-    if "full_attention" in of:
-        parts.append(_Part("full", GroupKind.FULL, of["full_attention"]))
-    if "sliding_attention" in of:
-        window = integer(config, "sliding_window")
-        parts.append(_Part("sliding", GroupKind.SLIDING, of["sliding_attention"], window))
-    if "linear_attention" in of:
-        parts.append(_Part("state", GroupKind.STATE, of["linear_attention"]))
+    for name, kind, wanted in (
+        ("full", GroupKind.FULL, FULL),
+        ("sliding", GroupKind.SLIDING, SLIDING),
+        ("state", GroupKind.STATE, LINEAR),
+    ):
+        layers = [i for i, given in enumerate(kinds) if given == wanted]
+        if layers:
+            parts.append(_Part(name, kind, layers, window(config) if kind is GroupKind.SLIDING else 0))
     return parts
 
 
@@ -338,7 +337,7 @@ def _with_state(
 
 
 def _state_record(config: Mapping[str, Any], target: Target, page_bytes: int) -> Record:
-    stated = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16").removeprefix("torch.")
+    stated = _model_dtype(config, target)
     state = target.state_dtype or config.get("mamba_ssm_dtype") or "float32"
     return gated_delta_record(
         key_heads=integer(config, "linear_num_key_heads"),

@@ -26,6 +26,7 @@ KV_CACHE_DTYPES = (
     "fp8_ds_mla",
     "nvfp4_ds_mla",
 )
+STATE_DTYPES = ("bf16", "fp16", "fp32")
 INDEXER_DTYPES = ("auto", "fp8", "mxfp4")
 ARCHS = ("sm90", "sm100", "sm120", "avx512", "amx")
 DRAFTS = ("none", "dspark", "mtp")
@@ -68,6 +69,7 @@ class Target:
         dtype = self.kv_cache_dtype or "auto"
         object.__setattr__(self, "kv_cache_dtype", _ALIASES.get(dtype, dtype))
         object.__setattr__(self, "indexer_dtype", self.indexer_dtype or "auto")
+        object.__setattr__(self, "state_dtype", _ALIASES.get(self.state_dtype, self.state_dtype) or None)
         object.__setattr__(self, "draft", self.draft or "none")
         object.__setattr__(self, "order", self.order or "auto")
         for option, value, known in (
@@ -77,6 +79,7 @@ class Target:
             ("draft", self.draft, DRAFTS),
             ("order", self.order, ORDERS),
             ("arch", self.arch, (None, *ARCHS)),
+            ("state_dtype", self.state_dtype, (None, *STATE_DTYPES)),
         ):
             if value not in known:
                 raise InvalidRequest(unknown(option, value, [name for name in known if name]))
@@ -122,12 +125,14 @@ def unknown(option: str, value: object, known: list[str]) -> str:
 def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
     """The language model's configuration from a dict, a ``config.json`` (or its folder), or a preset.
 
-    A multimodal configuration's ``text_config`` is taken. Nothing is downloaded. Raises InvalidRequest.
+    A string is looked up among the presets first, a `pathlib.Path` is not. A multimodal configuration's
+    ``text_config`` is taken. Nothing is downloaded. Raises InvalidRequest.
     """
     if isinstance(source, Mapping):
         config = dict(source)
     else:
-        config = _preset(str(source)) or _read(Path(source))
+        known = _preset_name(source)
+        config = dict(PRESETS[known]) if known else _read(_path(source))
     inner = config.get("text_config")
     if isinstance(inner, Mapping):
         config = {
@@ -146,14 +151,16 @@ def model_name(source: Mapping[str, Any] | str | os.PathLike[str]) -> str:
     """What a layout's fingerprint calls the model: the preset, the configuration's own name, or its type."""
     if isinstance(source, Mapping):
         return str(source.get("_name_or_path") or source.get("model_type") or "unnamed")
-    name = _preset_name(str(source))
+    name = _preset_name(source)
     if name:
         return name
-    config = _read(Path(source))
+    config = _read(_path(source))
     return str(config.get("_name_or_path") or config.get("model_type") or Path(source).name)
 
 
-def _preset_name(name: str) -> str | None:
+def _preset_name(name: str | os.PathLike[str]) -> str | None:
+    if not isinstance(name, str):
+        return None
     wanted = {name.lower()} | {
         name[: -len(suffix)].lower() for suffix in SUFFIXES if name.lower().endswith(suffix.lower())
     }
@@ -163,17 +170,20 @@ def _preset_name(name: str) -> str | None:
     return None
 
 
-def _preset(name: str) -> dict[str, Any] | None:
-    known = _preset_name(name)
-    return dict(PRESETS[known]) if known else None
+def _path(source: str | os.PathLike[str]) -> Path:
+    """Where to read a configuration; InvalidRequest for a string that is neither a preset nor like a path."""
+    path = Path(source)
+    if isinstance(source, str) and not (path.is_absolute() or path.suffix == ".json" or path.exists()):
+        raise InvalidRequest(
+            f"{unknown('model', source, list(PRESETS))}. Otherwise pass the path of its config.json"
+        )
+    return path
 
 
 def _read(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise InvalidRequest(
-            f"{unknown('model', str(path), list(PRESETS))}. Otherwise pass the path of its config.json"
-        )
+        raise InvalidRequest(f"no configuration at {str(file)!r}: expected a config.json or the folder of one")
     if file.stat().st_size > _MAX_CONFIG_BYTES:
         raise InvalidRequest(f"{file} is larger than {_MAX_CONFIG_BYTES} bytes: not a model's config.json")
     try:

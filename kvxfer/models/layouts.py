@@ -6,9 +6,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from kvxfer.errors import InvalidRequest
 from kvxfer.layout import CacheLayout
-from kvxfer.models import attention, deepseek_v4, mla
+from kvxfer.models import attention, deepseek_v4, mla, undescribed
 from kvxfer.models.config import Target, load_config, model_name
+from kvxfer.models.layer_kinds import has_state
 
 
 def layout_for(
@@ -58,8 +60,12 @@ def layout_for(
         draft_tokens=draft_tokens,
     )
     name = model_name(config)
+    if "compress_ratios" not in facts:
+        undescribed.refuse(name, facts)
+    if state_dtype and not has_state(facts):
+        raise InvalidRequest(f"{name} has no linear attention; leave state_dtype out")
     if "compress_ratios" in facts:
         return deepseek_v4.layout(name, facts, target)
-    if "kv_lora_rank" in facts:
+    if facts.get("kv_lora_rank") is not None:
         return mla.layout(name, facts, target)
     return attention.layout(name, facts, target)

@@ -10,6 +10,18 @@ from kvxfer.layout import CacheLayout, Group, Region, Slice
 from kvxfer.layout.records import latent_record
 from kvxfer.models.config import Target, integer, unknown
 
+_MODEL_TYPES = (
+    "axk1",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "kimi_k2",
+    "pangu_ultra_moe",
+)
+"""Types whose latents vLLM keeps, in all layers alike. Others with a kv_lora_rank have keys and values, or more."""
+
 _BLOCK_TOKENS = {"vllm": 64, "vllm-cpu": 16, "sglang": 64}
 _PLAIN = {"bf16": "mla.bf16", "fp16": "mla.fp16", "fp32": "mla.fp32", "fp8": "mla.fp8"}
 _SPARSE = {"fp8_ds_mla": "v32.fp8_ds_mla.656", "nvfp4_ds_mla": "v32.nvfp4_ds_mla.352"}
@@ -17,6 +29,12 @@ _SPARSE = {"fp8_ds_mla": "v32.fp8_ds_mla.656", "nvfp4_ds_mla": "v32.nvfp4_ds_mla
 
 def layout(name: str, config: Mapping[str, Any], target: Target) -> CacheLayout:
     """One region of latents and, for V3.2, one of indexer keys; a layer's blocks lie together in each."""
+    model_type = config.get("model_type")
+    if model_type is not None and model_type not in _MODEL_TYPES:
+        raise InvalidRequest(
+            f"{name} has latents (kv_lora_rank in its configuration), and model_type {model_type!r} is none of those "
+            f"whose cache is described as such, {', '.join(_MODEL_TYPES)}; register tensors instead"
+        )
     if integer(config, "kv_lora_rank") != 512 or integer(config, "qk_rope_head_dim", 64) != 64:
         raise InvalidRequest(
             f"{name}: latents of 512 channels and 64 of RoPE are described, the configuration has "

@@ -76,7 +76,7 @@ def test_cpu_build_strides():
         "head_dim": 64,
         "torch_dtype": "float32",
     }
-    layout = layout_for(config, "vllm-cpu", num_blocks=256)
+    layout = layout_for(config, "vllm-cpu", kv_cache_dtype="fp32", num_blocks=256)  # --dtype float32
     (record,) = layout.records
     assert record.tag.startswith("vllm_cpu.")
     assert layout.group("full").slices[0].block_stride == 32_768 * 4

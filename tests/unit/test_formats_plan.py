@@ -444,6 +444,23 @@ def test_what_is_not_finite(name, bad, isa):
     assert all((a == b).all() for a, b in zip(ours.regions, theirs.regions, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("wire", "message"), [("raw", "the destination's cache stores smaller numbers"), ("nvfp4", "wire='raw'")]
+)
+def test_what_to_do_about_infinity_depends_on_who_has_no_room_for_it(wire, message):
+    src, dst = attention("float16"), attention("fp8_per_token_head")
+    (join,) = formats.join_packed([src], dst, wire)
+    plan = join.plan({"full": [2]}, {"full": [3]}, tokens=16)
+    source = Memory(src)
+    for region in source.regions:
+        region.view(np.uint16)[:] = 0x7C00
+    (chunk,) = plan.chunks(1 << 30)
+    room = np.zeros(chunk.wire_bytes, np.uint8)
+    with pytest.raises(NonFiniteValue, match=message) as raised:
+        kernels.PreparedPackedPlan(plan).pack(chunk, source.bases, room.ctypes.data)
+    assert ("wire='raw'" in str(raised.value)) == (wire != "raw")
+
+
 def test_every_bf16_value_survives_plain_conversion(isa):
     """bf16 to fp32 and fp16 and back, all 65536 patterns, NaN as the canonical one."""
     bf16, other = attention("bfloat16", heads=4), attention("float32", heads=4)
