@@ -313,9 +313,7 @@ class Connector:
 
     # --- words between engines ------------------------------------------------------------------------------
 
-    def notify(
-        self, endpoint: str, payload: bytes, *, failed: Callable[[KvxferError], None] | None = None
-    ) -> None:
+    def notify(self, endpoint: str, payload: bytes, *, failed: Callable[[KvxferError], None] | None = None) -> None:
         """Send a few bytes to the connector that listens at `endpoint`, over the authenticated control channel.
 
         Returns at once; dials where necessary. Words to one endpoint arrive in order, or not at all where the

@@ -163,8 +163,9 @@ class StreamsIn:
 
     def unreachable(self, endpoint: str, error: KvxferError) -> None:
         """Nobody answers at a prefill engine's endpoint."""
-        for stream in [stream for stream in self._streams.values() if stream.key.prefill == endpoint]:
-            self._give_up(stream, str(error), leave=False)
+        for stream in list(self._streams.values()):
+            if stream.key.prefill == endpoint and not stream.is_complete:
+                self._give_up(stream, str(error), leave=False)
 
     def _take_last(self, stream: _Stream, ticket: Ticket) -> None:
         if not stream.loads:
@@ -181,9 +182,7 @@ class StreamsIn:
         stream.heard_at = time.monotonic()
         stream.told_tokens = ticket.tokens
         request_id = stream.requests[0].request_id
-        self._pieces.append(
-            Piece(request_id=request_id, ticket=bytes(ticket), tokens=ticket.tokens, is_last=is_last)
-        )
+        self._pieces.append(Piece(request_id=request_id, ticket=bytes(ticket), tokens=ticket.tokens, is_last=is_last))
 
     # --- a step ---------------------------------------------------------------------------------------------
 
