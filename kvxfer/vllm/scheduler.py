@@ -83,7 +83,7 @@ class SchedulerSide:
         self._options = options
         transfer = vllm_config.kv_transfer_config
         parallel = vllm_config.parallel_config
-        engine.check_parallelism(parallel)
+        engine.check_supported(vllm_config)
         self._is_producer, self._is_consumer = transfer.is_kv_producer, transfer.is_kv_consumer
         self._engine_id = str(transfer.engine_id)
         self._tensor_ranks, self._pipeline_ranks = parallel.tensor_parallel_size, parallel.pipeline_parallel_size

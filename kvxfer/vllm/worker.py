@@ -82,6 +82,7 @@ class WorkerSide:
                 self._config, self._options.model_id, with_speculation=not self._options.allow_missing_layers
             ),
         )
+        engine.check_buffer_device(self._config, layout)
         self._tensors = {
             group.name: [tensors[layer] for layer in group.layers if layer in tensors] for group in self._groups
         }
@@ -101,9 +102,6 @@ class WorkerSide:
             ", ".join(self._connector.backends),
             ", ".join(self._options.ways),
         )
-        device = layout.regions[0].device.split(":")[0]
-        if (wished := getattr(self._config.kv_transfer_config, "kv_buffer_device", device)) != device:
-            _log.warning("kv_buffer_device is %s and has no effect: the cache on %s is read in place", wished, device)
         for backend, reason in self._connector.why_not.items():
             _log.debug("backend %s is not used: %s", backend, reason)
 
