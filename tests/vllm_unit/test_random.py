@@ -30,7 +30,6 @@ SETTINGS = {
     "state": {"state": True, "prefix_caching": False},
     "stream": {"stream": True},
     "stream, window, ranks": {"stream": True, "window": True, "ranks": 2},
-    "stream, state": {"stream": True, "state": True, "prefix_caching": False},
 }
 _ids = (f"any-{number}" for number in itertools.count())
 

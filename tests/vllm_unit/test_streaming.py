@@ -16,7 +16,7 @@ from kvxfer.vllm import notices
 from kvxfer.vllm.notices import Ask, Leave, News
 from tests.processes import until
 
-from .engine import BLOCK_TOKENS, TO_DECODE, TO_PREFILL, Answer, Engine
+from .engine import BLOCK_TOKENS, TO_DECODE, TO_PREFILL, WINDOW, Answer, Engine
 from .test_contract import prompt, settle
 
 Start = Callable[..., Engine]
@@ -158,13 +158,17 @@ def test_parts_come_while_the_prompt_is_computed(start: Start, options: dict[str
     assert pair.decode.total("failed") == pair.decode.total("given_up") == pair.prefill.total("expired") == 0
 
 
-def test_nothing_moves_twice(start: Start) -> None:
-    pair = Pair.start(start).meet()
+@pytest.mark.parametrize("window", [False, True])
+def test_nothing_moves_twice(start: Start, window: bool) -> None:
+    pair = Pair.start(start, window=window).meet()
     pair.take_parts(3)
     pair.finish()
-    fetched = sum(sum(stats["bytes"]) for stats in pair.decode.stats)
-    blocks = -(-LENGTH // BLOCK_TOKENS)
-    assert fetched == blocks * pair.decode.ranks[0].connector._worker._cache.layout.block_bytes("0.full")
+    layout = pair.decode.ranks[0].connector._worker._cache.layout
+    expected = -(-LENGTH // BLOCK_TOKENS) * layout.block_bytes("0.full")
+    if window:
+        last, first = LENGTH - 2, LENGTH - WINDOW  # tokens that decode's first step looks at
+        expected += (last // BLOCK_TOKENS - first // BLOCK_TOKENS + 1) * layout.block_bytes("1.sliding")
+    assert sum(sum(stats["bytes"]) for stats in pair.decode.stats) == expected
 
 
 def test_what_decode_has_cached_is_not_fetched(start: Start) -> None:
@@ -331,7 +335,10 @@ def test_prefill_is_aborted_with_a_part_on_its_way(start: Start) -> None:
     pair.take_parts(1)
     until(lambda: pair.prefill.step() or pair.leased(), 30, "a part")
     pair.prefill.abort(pair.source)
-    pair.prefill.run(pair.prefill.add(prompt(60 * BLOCK_TOKENS, 3)))
+    other = pair.prefill.add(prompt(60 * BLOCK_TOKENS, 3))
+    pair.prefill.step()
+    assert not pair.leased()
+    pair.prefill.run(other)
     answer = pair.finish()
     assert (answer.status, answer.computed) == expected("recompute")
     assert pair.decode.total("parts") == 1
@@ -366,6 +373,19 @@ def test_decode_is_aborted_with_a_part_on_its_way(start: Start) -> None:
     pair.decode.step()
     pair.decode.abort(pair.target)
     pair.settle()
+
+
+def test_a_part_does_not_outlive_the_whole(start: Start) -> None:
+    """When the lease of all blocks ends they are given back, whatever decode still does with a part."""
+    pair = Pair.start(start).meet()
+    until(lambda: pair.prefill.step() or pair.leased(), 30, "a part")
+    pair.prefill.run(pair.source)
+    pair.prefill.step()
+    assert pair.leased()
+    pair.prefill.ranks[0].connector._worker._leases[pair.source].release()
+    pair.prefill.step()
+    assert not pair.leased()
+    assert pair.finish().computed == [LENGTH, 1]
 
 
 def test_decode_is_aborted_when_prefill_is_done(start: Start) -> None:
@@ -474,8 +494,7 @@ def test_preempted_for_want_of_blocks(start: Start) -> None:
     assert request.num_preemptions
 
 
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
-@pytest.mark.parametrize("parts", [0, 2])
+@pytest.mark.parametrize(("parts", "policy"), [(0, "recompute"), (2, "fail")])
 def test_prefill_dies(start: Start, parts: int, policy: str) -> None:
     pair = Pair.start(start, policy=policy, timeout_s=2.0).meet()
     pair.take_parts(parts)
