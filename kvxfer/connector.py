@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ from kvxfer.backends.base import Backend, Costs
 from kvxfer.backends.discovery import start_backends
 from kvxfer.cache import AnyTicket, Cache, check_ttl, sign_ticket
 from kvxfer.control import auth
-from kvxfer.control.messages import Description, Identity, Renew, Role, nbytes_of
+from kvxfer.control.messages import Description, Identity, Notice, Renew, Role, nbytes_of
 from kvxfer.errors import InvalidRequest, KvxferError, NoCommonBackend
 from kvxfer.extras import need
 from kvxfer.layout import CacheLayout
@@ -345,6 +345,39 @@ class Connector:
     def _not_reached(self, ticket: Ticket, what: str, error: KvxferError) -> None:
         level = logging.DEBUG if self._node.closed else logging.WARNING  # to a connector that closes it is no news
         _log.log(level, "the lease of %r was not %s: %s", ticket.request_id, what, error)
+
+    # --- words between engines ------------------------------------------------------------------------------
+
+    def notify(self, endpoint: str, payload: bytes, *, failed: Callable[[KvxferError], None] | None = None) -> None:
+        """Send a few bytes to the connector that listens at `endpoint`, over the authenticated control channel.
+
+        Returns at once; dials where necessary. Words to one endpoint arrive in order, or not at all where the
+        connection breaks: whoever needs an answer asks again. `failed` is called on the progress thread where nobody
+        answers. Raises InvalidRequest, for more than half of `Limits.max_message_bytes` too, and Closed.
+        """
+        node = self._node
+        node.check_open()
+        checks.endpoint("endpoint", endpoint)
+        checks.instance("payload", payload, bytes)
+        if len(payload) > node.limits.max_message_bytes // 2:
+            raise InvalidRequest(
+                f"a notice of {len(payload)} bytes is over the limit of {node.limits.max_message_bytes // 2}"
+            )
+        node.progress.post(
+            lambda: node.directory.reach(
+                endpoint,
+                lambda peer: peer.session.send(Notice(payload=payload)),
+                failed or (lambda error: _log.warning("%s was not notified: %s", endpoint, error)),
+            )
+        )
+
+    def on_notice(self, call: Callable[[str, bytes], None]) -> None:
+        """Have ``call(endpoint, payload)`` made for every notice that comes, with the endpoint of who sent it.
+
+        On the progress thread, so briefly; until then notices are dropped. The payload is as the peer made it.
+        """
+        self._node.check_open()
+        self._node.take_notice = call
 
     # --- life -----------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from kvxfer.control.messages import (
     Ended,
     Identity,
     Message,
+    Notice,
     Pull,
     Refused,
     RegionHandles,
@@ -134,6 +135,7 @@ class Node:
         self.numbers = SlotNumbers(limits.lease_slots)
         self.active: set[Transfer] = set()
         self.foreign_releases = 0
+        self.take_notice: Callable[[str, bytes], None] = lambda endpoint, payload: None
         self.transfers_total: collections.Counter[tuple[str, str]] = collections.Counter()  # by kind and state
         self.bytes_total: collections.Counter[tuple[str, str]] = collections.Counter()  # by kind and way
         self.packed_ahead: collections.Counter[str] = collections.Counter()  # packed, no room, failed
@@ -488,6 +490,8 @@ class Node:
             self._released(message)
         elif isinstance(message, Renew):
             self._renewed(message)
+        elif isinstance(message, Notice):
+            self.take_notice(peer.identity.endpoint, message.payload)
         elif isinstance(message, Sources):
             remember(peer.sources, message.key, message, limit=_MAX_SOURCES)
         elif isinstance(message, (Pull, Claim)):

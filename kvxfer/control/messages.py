@@ -117,6 +117,12 @@ class Renew(Message, tag="renew"):
     ttl_s: float
 
 
+class Notice(Message, tag="notice"):
+    """Words of the sender's user to the receiver's. kvxfer carries them and interprets none."""
+
+    payload: bytes
+
+
 class PackedOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Staging that the receiving side lends: `slots` buffers of `slot_bytes`, one after another, from `offset`.
 
@@ -244,6 +250,7 @@ _ALL = (
     | Bye
     | Release
     | Renew
+    | Notice
     | Sources
     | Pull
     | Claim

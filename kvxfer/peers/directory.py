@@ -80,6 +80,8 @@ class Directory:
         self.lost: dict[Session, Peer] = {}  # silent for too long, neither closed nor known to be dead
         self._engines: dict[EngineKey, Engine] = {}
         self._searches: dict[EngineKey, _Search] = {}
+        self._reached: dict[str, Peer] = {}  # by the endpoint that was dialled
+        self._reaching: dict[str, list[tuple[Callable[[Peer], None], Failed]]] = {}
 
     def find(self, ticket: Ticket) -> Engine | None:
         """The ticket's engine when all its ranks are at hand. Any thread."""
@@ -101,6 +103,34 @@ class Directory:
             self._dial(search, ticket.endpoint)
         else:
             search.waiting.append((found, failed))
+
+    def reach(self, endpoint: str, found: Callable[[Peer], None], failed: Failed) -> None:
+        """Find the connector that listens at an endpoint, dialling it where necessary; one call is made, once.
+
+        For words only: neither side describes what it has.
+        """
+        self._look_at_peers()
+        known = self._reached.get(endpoint)
+        here = [peer for peer in self.peers.values() if peer is known or peer.identity.endpoint == endpoint]
+        if here:
+            found(here[0])
+            return
+        waiting = self._reaching.setdefault(endpoint, [])
+        waiting.append((found, failed))
+        if len(waiting) > 1:
+            return
+
+        def opened(session: Session) -> None:
+            peer = self._reached[endpoint] = self.session_opened(session)
+            for found, _ in self._reaching.pop(endpoint):
+                found(peer)
+
+        def refused(error: KvxferError) -> None:
+            self._reached.pop(endpoint, None)
+            for _, failed in self._reaching.pop(endpoint):
+                failed(error)
+
+        self.channel.dial(endpoint, self.identity, self._dial_timeout_s, opened, refused)
 
     # --- sessions -------------------------------------------------------------------------------------------
 

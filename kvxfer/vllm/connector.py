@@ -49,6 +49,11 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._worker.register(kv_caches)
 
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Before any block may be overwritten: leases of blocks that change hands in this step end."""
+        assert isinstance(kv_connector_metadata, Orders)
+        self._worker.revoke(kv_connector_metadata)
+
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Before the forward pass: what is published or fetched need not wait for it."""
         super().bind_connector_metadata(connector_metadata)
@@ -96,7 +101,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Orders:
-        return self._scheduler.orders()
+        return self._scheduler.orders(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduler.take_output(connector_output)

@@ -26,9 +26,9 @@ class Place:
 
     @classmethod
     def of(cls, vllm_config: Any) -> Place:
-        """Of this process. Raises InvalidRequest for context parallelism, which divides tokens over ranks."""
+        """Of this process. Raises InvalidRequest like `check_supported`."""
+        check_supported(vllm_config)
         parallel = vllm_config.parallel_config
-        check_parallelism(parallel)
         tensor, pipeline = _ranks_here(parallel)
         return cls(
             rank=pipeline * parallel.tensor_parallel_size + tensor,
@@ -52,11 +52,27 @@ def port_offset(parallel_config: Any, rank: int | None) -> int:
     return replica + (0 if rank is None else 1 + rank)
 
 
-def check_parallelism(parallel_config: Any) -> None:
-    """InvalidRequest where tokens of a block are divided over ranks."""
+def check_supported(vllm_config: Any) -> None:
+    """InvalidRequest where tokens of a block are divided over ranks, or the cache may go while peers read it."""
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel_config, name, 1) > 1:
+        if getattr(vllm_config.parallel_config, name, 1) > 1:
             raise InvalidRequest(f"{name} above 1 is not supported: kvxfer expects whole blocks on each rank")
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        raise InvalidRequest("sleep mode is not supported: peers may read the cache at any time; leave it off")
+
+
+def check_buffer_device(vllm_config: Any, layout: CacheLayout) -> None:
+    """InvalidRequest where a buffer is asked for on another device than the cache's: there is none.
+
+    Caches are read where they are, and packed chunks are received where the two ends of a link can reach them.
+    """
+    device = layout.regions[0].device.split(":")[0]
+    wished = getattr(vllm_config.kv_transfer_config, "kv_buffer_device", device)
+    if wished != device:
+        raise InvalidRequest(
+            f"kv_buffer_device is {wished!r}, and the cache lies on {device!r}: kvxfer reads caches where they are and "
+            "has no buffer elsewhere; leave kv_buffer_device out"
+        )
 
 
 def _ranks_here(parallel_config: Any) -> tuple[int, int]:

@@ -5,6 +5,7 @@ Pickled by vLLM's executor, between processes of one engine. Imports vLLM's base
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
@@ -15,24 +16,44 @@ BlockIds = dict[str, list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Publication:
-    """Blocks that a finished prefill request leaves to decode, under a ticket that the scheduler has signed."""
+    """Blocks of a prefill request that are leased to decode, under a ticket that the scheduler has signed.
+
+    All of a finished request; or, of one that is streamed and still running, those at the prompt's beginning.
+    """
 
     request_id: str
     ticket: bytes
     blocks: BlockIds
     tokens: int
     ttl_s: float
+    is_part: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Blocks to fetch with a ticket. `blank` are blocks of which the fetch may leave bytes as they are."""
+    """Blocks to fill with a prompt's first `tokens` tokens, those before `cached_tokens` excepted.
+
+    Without a ticket the request is streamed, and pieces will come. `blank` are blocks of which a fetch may leave bytes
+    as they are.
+    """
 
     request_id: str
-    ticket: bytes
+    ticket: bytes | None
+    tokens: int
+    cached_tokens: int
     blocks: BlockIds
     blank: BlockIds
     timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A ticket for the first `tokens` tokens of a prompt that is streamed: for all that is loaded if it `is_last`."""
+
+    request_id: str
+    ticket: bytes
+    tokens: int
+    is_last: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +67,21 @@ class Orders(KVConnectorMetadata):
     loads: tuple[Load, ...] = ()
     releases: tuple[bytes, ...] = ()  # tickets with which nothing will be fetched
     cancelled: tuple[str, ...] = ()  # requests whose load nobody waits for any more
+    pieces: tuple[Piece, ...] = ()
+    broken: tuple[tuple[str, str], ...] = ()  # streamed requests for which nothing more comes, and why
+    revoked: tuple[str, ...] = ()  # requests whose leases end before anything else happens
     knows_ranks: bool = False  # the scheduler has every rank's endpoint
 
 
 @dataclass(kw_only=True)
 class RankReport(KVConnectorWorkerMetadata):
-    """Where ranks listen for peers."""
+    """Where ranks listen for peers, and how many of them have ended the lease of a request's part."""
 
     endpoints: dict[int, str] = field(default_factory=dict)
+    ended_parts: dict[str, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         """The reports of two workers as one."""
         assert isinstance(other, RankReport)
-        return RankReport(endpoints=self.endpoints | other.endpoints)
+        ended = Counter(self.ended_parts) + Counter(other.ended_parts)
+        return RankReport(endpoints=self.endpoints | other.endpoints, ended_parts=dict(ended))

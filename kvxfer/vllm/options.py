@@ -60,6 +60,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     max_leased_share: Share = 0.75
     """Share of prefill's blocks that leases may hold before new prompts wait."""
 
+    stream: bool = False
+    """Hand over finished blocks while the rest of a prompt is still being computed. Both engines need it, and a front
+    end that asks both at once."""
+    stream_timeout_s: Seconds = 60.0
+    """How long decode waits for a sign that a streamed prompt has reached prefill, and then for each advance of its
+    computation; how long prefill remembers who has asked for a prompt that has not come yet."""
+
     discovery_address: str | None = None
     """``host:port`` of a vllm-router that finds its engines itself."""
     http_address: str | None = None

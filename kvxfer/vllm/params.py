@@ -1,33 +1,61 @@
 """`kv_transfer_params`: what vLLM's front end, the router and other connectors see of a hand-off.
 
-vLLM's usual keys are there for routers; kvxfer itself reads the ticket, and of the request only its direction. The
-ticket is bound to the prompt: its request id ends with a digest of all that the blocks depend on.
+vLLM's usual keys are there for routers; kvxfer itself reads the ticket, and of the request only its direction and,
+where it is to be streamed, the stream. The ticket is bound to the prompt: its request id ends with a digest of all that
+the blocks depend on.
 
-Imports ticket and errors.
+Imports notices, ticket, checks and errors.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from kvxfer import checks
 from kvxfer import ticket as tickets
 from kvxfer.control.messages import Role
-from kvxfer.errors import InvalidTicket
+from kvxfer.errors import InvalidRequest, InvalidTicket
 from kvxfer.ticket import DICT_KEY, Ticket
+from kvxfer.vllm.notices import StreamId
 
 _MAX_REQUEST_ID = 200
 _DIGEST_CHARACTERS = 32
 _MARK = "#"
+STREAM_KEY = "kvxfer_stream"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamKey:
+    """What a front end tells both engines of a stream: an id of its own making, and decode where prefill listens."""
+
+    id: StreamId
+    prefill: str = ""
 
 
 def wants_decode_elsewhere(request: Any) -> bool:
     """Whether this engine shall prefill the request for another one to decode."""
     given = request.kv_transfer_params
     return isinstance(given, Mapping) and bool(given.get("do_remote_decode"))
+
+
+def stream_of(request: Any) -> StreamKey | None:
+    """The stream that the front end has named; None where it has named none. Raises InvalidRequest."""
+    params = request.kv_transfer_params
+    if not isinstance(params, Mapping) or params.get(STREAM_KEY) is None:
+        return None
+    try:
+        key = msgspec.convert(params[STREAM_KEY], StreamKey)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{STREAM_KEY}: {error}") from error
+    if not wants_decode_elsewhere(request):
+        checks.endpoint(f"{STREAM_KEY}: prefill", key.prefill)
+    return key
 
 
 def offered_ticket(request: Any, secret: bytes) -> Ticket | None:

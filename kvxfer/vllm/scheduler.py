@@ -3,14 +3,14 @@
 Knows requests and block ids, owns no cache. Its connector signs tickets, is where peers learn of the ranks, and renews
 the leases of requests that wait here.
 
-Imports discovery, layouts, metadata, options, params, stats, versions, and kvxfer's connector.
+Imports stream_in, stream_out, discovery, layouts, metadata, options, params, stats, versions, and kvxfer's connector.
 """
 
 from __future__ import annotations
 
 import enum
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,18 +22,22 @@ from kvxfer.control import auth
 from kvxfer.errors import KvxferError
 from kvxfer.layout import GroupKind
 from kvxfer.ticket import Ticket
-from kvxfer.vllm import engine, params, versions
+from kvxfer.vllm import engine, notices, params, versions
 from kvxfer.vllm.discovery import Announcer
 from kvxfer.vllm.fingerprint import fingerprint_of
 from kvxfer.vllm.layouts import TableGroup, table_groups, table_layout
 from kvxfer.vllm.metadata import BlockIds, Load, Orders, Publication, RankReport
+from kvxfer.vllm.notices import News
 from kvxfer.vllm.options import Options, connector_arguments
 from kvxfer.vllm.stats import KvxferStats
+from kvxfer.vllm.stream_in import StreamsIn
+from kvxfer.vllm.stream_out import StreamsOut
 
 _log = init_logger("vllm.kvxfer.scheduler")
 
 _RENEWALS_A_LEASE = 3
 _MAX_SPENT = 65536
+_MAX_UNREAD = 65536
 _REJECTED_PROMPT = [0]  # the front end aborts a request with this prompt for one that it has rejected
 
 
@@ -63,7 +67,12 @@ class _Promise:
     """A lease of this engine, as the scheduler sees it."""
 
     ticket: Ticket
-    blocks: int
+    blocks: BlockIds
+
+    @property
+    def block_count(self) -> int:
+        """Over all groups."""
+        return sum(map(len, self.blocks.values()))
 
 
 class SchedulerSide:
@@ -74,7 +83,7 @@ class SchedulerSide:
         self._options = options
         transfer = vllm_config.kv_transfer_config
         parallel = vllm_config.parallel_config
-        engine.check_parallelism(parallel)
+        engine.check_supported(vllm_config)
         self._is_producer, self._is_consumer = transfer.is_kv_producer, transfer.is_kv_consumer
         self._engine_id = str(transfer.engine_id)
         self._tensor_ranks, self._pipeline_ranks = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
@@ -106,6 +115,26 @@ class SchedulerSide:
         self._releases: list[bytes] = []
         self._cancelled: list[str] = []
         self.stats = KvxferStats()
+        self._unread: deque[tuple[str, bytes | KvxferError]] = deque(maxlen=_MAX_UNREAD)  # kvxfer's thread appends
+        unread = self._unread.append
+        self._connector.on_notice(lambda endpoint, payload: unread((endpoint, payload)))
+        self._streams_out = StreamsOut(
+            self._connector,
+            self._layout,
+            self._groups,
+            options,
+            ranks=self._ranks,
+            lookahead=versions.prefill_lookahead(vllm_config),
+        )
+        self._streams_in = StreamsIn(
+            self._connector,
+            self._secret,
+            options,
+            usable=self._can_go_on_from,
+            handed_over=self._take_ticket,
+            given_up=self._stream_given_up,
+            unreachable=lambda endpoint, error: unread((endpoint, error)),
+        )
         self._announcer: Announcer | None = None
         if options.discovery_address is not None:
             self._announcer = Announcer(
@@ -128,15 +157,24 @@ class SchedulerSide:
         """Look at what came with a request."""
         if self._is_producer and params.wants_decode_elsewhere(request):
             self._leave_tail(request)
+            self._stream_out(request)
         if not self._is_consumer:
             return
         try:
             ticket = params.offered_ticket(request, self._secret)
+            stream = None if params.wants_decode_elsewhere(request) else params.stream_of(request)
         except KvxferError as error:
             self._refuse(request, str(error))
             return
-        if ticket is None:
-            return
+        if ticket is not None:
+            self._take_ticket(request, ticket)
+        elif stream is not None and self._options.stream:
+            self._streams_in.expect(request, stream)
+        elif stream is not None:
+            self._refuse(request, "it is to be streamed, and this decode engine does not (its option stream is false)")
+
+    def _take_ticket(self, request: Any, ticket: Ticket) -> None:
+        """A ticket has come for a request that has no blocks yet."""
         for_prompt = params.is_for_prompt(ticket, request)
         if not for_prompt and request.prompt_token_ids != _REJECTED_PROMPT:
             self._refuse(request, "its ticket was issued for another prompt")
@@ -146,10 +184,17 @@ class SchedulerSide:
             ticket=ticket,
             renew_at=now + ticket.ttl_s / _RENEWALS_A_LEASE,
             renew_until=now + self._options.renew_for_s,
-            usable=for_prompt
-            and ticket.tokens <= request.num_prompt_tokens - self._left_to_decode
-            and not versions.skips_prefix_cache(request),
+            usable=for_prompt and self._can_go_on_from(request, ticket.tokens),
         )
+
+    def _can_go_on_from(self, request: Any, tokens: int) -> bool:
+        """Whether the request can leave out its prompt's first `tokens` tokens and compute the others."""
+        enough_left = tokens <= request.num_prompt_tokens - self._left_to_decode
+        return enough_left and not versions.skips_prefix_cache(request)
+
+    def _stream_given_up(self, request: Any, reason: str) -> None:
+        self.stats.count("given_up")
+        _log.warning("the stream of request %s broke off: %s", request.request_id, reason)
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond the computed ones can be fetched, and whether that happens between steps.
@@ -162,6 +207,9 @@ class SchedulerSide:
         if request.request_id in self._failed:
             self._failed.discard(request.request_id)
             return None, False
+        if self._streams_in.awaits(request.request_id):
+            tokens = self._streams_in.matched(request, computed_tokens)
+            return tokens, bool(tokens)
         offer = self._offers.get(request.request_id)
         if offer is None or offer.state is not _State.OFFERED or not offer.usable:
             return 0, False
@@ -172,32 +220,43 @@ class SchedulerSide:
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """vLLM has given the request blocks; `external_tokens` of its tokens are to be fetched, or none."""
-        offer = self._offers.get(request.request_id)
+        request_id = request.request_id
+        if self._streams_in.awaits(request_id):
+            if external_tokens > 0:
+                tokens = self._streams_in.begin(request_id)
+                self._loads.append(self._load(request_id, None, tokens, blocks.get_block_ids(), external_tokens))
+            else:
+                self._streams_in.drop(request_id)
+            return
+        offer = self._offers.get(request_id)
         if offer is None or offer.state is not _State.OFFERED:
             return
         if external_tokens <= 0:
-            self._decline(request.request_id, offer)
+            self._decline(request_id, offer)
             return
         offer.state = _State.LOADING
-        self._loading[offer.key] = request.request_id
-        self._loads.append(self._load(request.request_id, offer.ticket, blocks.get_block_ids(), external_tokens))
+        self._loading[offer.key] = request_id
+        tokens = offer.ticket.tokens
+        self._loads.append(self._load(request_id, offer.ticket, tokens, blocks.get_block_ids(), external_tokens))
 
     def loaded_groups(self) -> tuple[int, ...]:
         """The groups whose blocks a load fills: vLLM's indices."""
         return tuple(group.index for group in self._groups)
 
-    def _load(self, request_id: str, ticket: Ticket, tables: Any, external_tokens: int) -> Load:
-        local_tokens = ticket.tokens - external_tokens
+    def _load(self, request_id: str, ticket: Ticket | None, tokens: int, tables: Any, external_tokens: int) -> Load:
+        local_tokens = tokens - external_tokens
         blocks: BlockIds = {}
         blank: BlockIds = {}
         for group in self._groups:
             table = tables[group.index]
-            blocks[group.name] = group.used(table, ticket.tokens, local_tokens)
+            blocks[group.name] = group.used(table, tokens, local_tokens)
             given = group.used(table, len(table) * group.block_tokens, local_tokens)
             blank[group.name] = given if self._zeroing else []
         return Load(
             request_id=request_id,
-            ticket=bytes(ticket),
+            ticket=None if ticket is None else bytes(ticket),
+            tokens=tokens,
+            cached_tokens=local_tokens,
             blocks=blocks,
             blank=blank,
             timeout_s=self._options.fetch_timeout_s,
@@ -227,6 +286,15 @@ class SchedulerSide:
                 self._connector.renew(offer.ticket, offer.ticket.ttl_s)
 
     # --- prefill: requests that another engine decodes ------------------------------------------------------
+
+    def _stream_out(self, request: Any) -> None:
+        try:
+            stream = params.stream_of(request)
+        except KvxferError as error:
+            _log.warning("request %s is not streamed: %s", request.request_id, error)
+            return
+        if stream is not None:
+            self._streams_out.new_request(request, stream.id)
 
     def _leave_tail(self, request: Any) -> None:
         """Take from the prompt the last tokens that decode computes itself."""
@@ -264,14 +332,31 @@ class SchedulerSide:
         """Whether blocks stay until the workers report the request as sent, and what to answer."""
         self._end_offer(request)
         self._failed.discard(request.request_id)
+        promise, reason = self._promise(request, tables)
+        self._streams_out.finished(request.request_id, promise and promise.ticket, reason)
+        if promise is None:
+            return False, None
+        return True, params.response(
+            promise.ticket,
+            engine_id=self._engine_id,
+            blocks=list(promise.blocks.values()),
+            tensor_ranks=self._tensor_ranks,
+            pipeline_ranks=self._pipeline_ranks,
+            all_keys=self._options.response_keys == "vllm",
+        )
+
+    def _promise(self, request: Any, tables: tuple[list[int], ...]) -> tuple[_Promise | None, str]:
+        """A lease of the blocks of a request that has ended; or none, and why."""
         if not (self._is_producer and params.wants_decode_elsewhere(request)):
-            return False, None
+            return None, "it is not for another engine"
         if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
-            return False, None
+            return None, f"prefill ended with {request.status.name.removeprefix('FINISHED_').lower()}"
+        if self._streams_out.is_unwanted(request.request_id):
+            return None, "decode has left"
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         blocks = {group.name: group.used(tables[group.index], tokens) for group in self._groups}
         if not tokens or not any(blocks.values()):
-            return False, None
+            return None, "prefill has computed nothing"
         try:
             ticket = self._connector.issue(
                 self._layout,
@@ -283,10 +368,9 @@ class SchedulerSide:
         except KvxferError as error:
             self.stats.count("not_published")
             _log.error("request %s cannot be offered to decode: %s", request.request_id, error)
-            return False, None
-        promise = _Promise(ticket, sum(map(len, blocks.values())))
-        self._promises[request.request_id] = promise
-        self._leased_blocks += promise.blocks
+            return None, str(error)
+        promise = self._promises[request.request_id] = _Promise(ticket, blocks)
+        self._leased_blocks += promise.block_count
         self._publications.append(
             Publication(
                 request_id=request.request_id,
@@ -296,16 +380,11 @@ class SchedulerSide:
                 ttl_s=self._options.lease_s,
             )
         )
-        return True, params.response(
-            ticket,
-            engine_id=self._engine_id,
-            blocks=list(blocks.values()),
-            tensor_ranks=self._tensor_ranks,
-            pipeline_ranks=self._pipeline_ranks,
-            all_keys=self._options.response_keys == "vllm",
-        )
+        return promise, ""
 
     def _end_offer(self, request: Any) -> None:
+        if self._streams_in.drop(request.request_id):
+            self._cancelled.append(request.request_id)
         offer = self._offers.get(request.request_id)
         if offer is None:
             return
@@ -316,18 +395,24 @@ class SchedulerSide:
 
     # --- each step ------------------------------------------------------------------------------------------
 
-    def orders(self) -> Orders:
-        """What the workers are to do, each thing once."""
+    def orders(self, scheduled: Any) -> Orders:
+        """What the workers are to do in a step that vLLM has scheduled, each thing once."""
         self._renew()
+        self._read_notices()
+        parts, revoked = self._streams_out.step(scheduled)
+        pieces, broken = self._streams_in.step()
         self._serial += 1
         orders = Orders(
             serial=self._serial,
             engine=engine.engine_name(self._config),
             generation=self._connector.generation,
-            publications=tuple(self._publications),
+            publications=(*self._publications, *parts),
             loads=tuple(self._loads),
             releases=tuple(self._releases),
             cancelled=tuple(self._cancelled),
+            pieces=tuple(pieces),
+            broken=tuple(broken),
+            revoked=tuple(revoked),
             knows_ranks=len(self._endpoints) == self._ranks,
         )
         self._publications, self._loads, self._releases, self._cancelled = [], [], [], []
@@ -340,18 +425,38 @@ class SchedulerSide:
             self._take_report(report)
         for request_id in output.finished_recving or ():
             offer = self._offers.pop(request_id, None)
+            streamed = self._streams_in.loaded(request_id)
+            if (offer or streamed) and request_id in getattr(output, "failed_recving", ()):
+                self._failed.add(request_id)
             if offer is not None:
-                if request_id in getattr(output, "failed_recving", ()):
-                    self._failed.add(request_id)
                 self._loading.pop(offer.key, None)
                 self._spend(offer.key)
         for request_id in output.finished_sending or ():
             promise = self._promises.pop(request_id, None)
             if promise is not None:
-                self._leased_blocks -= promise.blocks
+                self._leased_blocks -= promise.block_count
                 self._connector.retire(promise.ticket)
+                self._streams_out.released(request_id)
+
+    def _read_notices(self) -> None:
+        while self._unread:
+            endpoint, word = self._unread.popleft()
+            if isinstance(word, KvxferError):
+                self._streams_in.unreachable(endpoint, word)
+                continue
+            try:
+                notice = notices.decode(word)
+            except KvxferError as error:
+                _log.warning("a notice from %s was dropped: %s", endpoint, error)
+                continue
+            if isinstance(notice, News):
+                self._streams_in.take(notice)
+            else:
+                self._streams_out.take(endpoint, notice)
 
     def _take_report(self, report: RankReport) -> None:
+        for request_id, ranks in report.ended_parts.items():
+            self._streams_out.part_ended(request_id, ranks)
         known = self._endpoints | report.endpoints
         if known != self._endpoints:
             self._endpoints = known

@@ -18,8 +18,9 @@ from kvxfer.transfers.transfer import TransferStats
 
 SAMPLES = ("seconds", "posted_seconds", "bytes", "wire_bytes")
 """Lists with one number for each fetch that succeeded."""
-COUNTS = ("failed", "refused", "expired", "released", "not_published")
-"""Fetches that failed; tickets refused before a fetch; leases that ran out, that were released, that never began."""
+COUNTS = ("failed", "refused", "expired", "released", "not_published", "parts", "given_up")
+"""Loads that failed; tickets refused before a fetch; leases that ran out, that were released, that never began; fetches
+that took part of a prompt while the rest was computed; streams that ended too early."""
 
 
 @dataclass
@@ -92,6 +93,8 @@ _COUNT_NAMES = {
     "refused": ("vllm:kvxfer_refused_tickets", "Tickets that were refused: forged, spent, or of another prompt."),
     "expired": ("vllm:kvxfer_expired_leases", "Leases of prefilled blocks that ran out."),
     "released": ("vllm:kvxfer_released_leases", "Leases of prefilled blocks that decode released."),
+    "parts": ("vllm:kvxfer_streamed_parts", "Fetches of part of a prompt whose rest was still being computed."),
+    "given_up": ("vllm:kvxfer_streams_given_up", "Streamed prompts of which decode could not get all."),
     "not_published": ("vllm:kvxfer_unpublished_requests", "Prefilled requests that could not be offered to decode."),
 }
 

@@ -27,6 +27,7 @@ KNOWN = ("0.26", "0.32", "0.33")
 NEEDED: dict[str, tuple[str, ...]] = {
     "__init__": ("vllm_config", "role", "kv_cache_config"),
     "register_kv_caches": ("kv_caches",),
+    "handle_preemptions": ("kv_connector_metadata",),
     "bind_connector_metadata": ("connector_metadata",),
     "clear_connector_metadata": (),
     "start_load_kv": ("forward_context",),

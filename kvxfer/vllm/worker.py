@@ -1,9 +1,9 @@
 """The worker's side: registers the cache, publishes what the scheduler leaves to decode, fetches what it has ordered.
 
 Runs on vLLM's main thread; the bytes move on kvxfer's. Every order is answered exactly once, by every rank: a
-publication when its lease has ended, a load when its fetch has.
+publication when its lease has ended, a load when its fetches have.
 
-Imports layouts, metadata, options, stats, versions, and kvxfer's connector.
+Imports intake, layouts, metadata, options, stats, versions, and kvxfer's connector.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from kvxfer.transfers.fetch import Fetch
 from kvxfer.vllm import engine, versions
 from kvxfer.vllm.engine import Place
 from kvxfer.vllm.fingerprint import fingerprint_of
+from kvxfer.vllm.intake import Intake, broken_off
 from kvxfer.vllm.layouts import TableGroup, cache_layout, table_groups
-from kvxfer.vllm.metadata import BlockIds, Load, Orders, Publication, RankReport
+from kvxfer.vllm.metadata import BlockIds, Load, Orders, Piece, Publication, RankReport
 from kvxfer.vllm.options import Options, connector_arguments
 from kvxfer.vllm.stats import KvxferStats
 
@@ -56,9 +57,10 @@ class WorkerSide:
         self._joined: tuple[str, int] | None = None
         self._scheduler_knows_ranks = False
         self._leases: dict[str, Lease] = {}
-        self._fetches: dict[str, tuple[Load, Fetch]] = {}
+        self._parts: dict[str, Lease] = {}  # of requests that are streamed
+        self._ended_parts: dict[str, int] = {}
+        self._intakes: dict[str, Intake] = {}
         self._sent: set[str] = set()
-        self._failed: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._ways_seen: set[tuple[str, str, str]] = set()
         self.stats = KvxferStats()
@@ -80,6 +82,7 @@ class WorkerSide:
                 self._config, self._options.model_id, with_speculation=not self._options.allow_missing_layers
             ),
         )
+        engine.check_buffer_device(self._config, layout)
         self._tensors = {
             group.name: [tensors[layer] for layer in group.layers if layer in tensors] for group in self._groups
         }
@@ -99,9 +102,6 @@ class WorkerSide:
             ", ".join(self._connector.backends),
             ", ".join(self._options.ways),
         )
-        device = layout.regions[0].device.split(":")[0]
-        if (wished := getattr(self._config.kv_transfer_config, "kv_buffer_device", device)) != device:
-            _log.warning("kv_buffer_device is %s and has no effect: the cache on %s is read in place", wished, device)
         for backend, reason in self._connector.why_not.items():
             _log.debug("backend %s is not used: %s", backend, reason)
 
@@ -116,6 +116,7 @@ class WorkerSide:
         """Start what the scheduler has ordered. Never blocks; once for each step, however often it is called."""
         if orders.serial <= self._serial or self._connector is None:
             return
+        self.revoke(orders)
         self._serial = orders.serial
         self._scheduler_knows_ranks = orders.knows_ranks
         if self._joined != (orders.engine, orders.generation):
@@ -126,32 +127,48 @@ class WorkerSide:
         for ticket in orders.releases:
             self._release(ticket)
         for request_id in orders.cancelled:
-            if request_id in self._fetches:
-                self._fetches[request_id][1].cancel()
+            if request_id in self._intakes:
+                self._intakes[request_id].cancel()
         for load in orders.loads:
-            self._fetch(load)
+            self._begin(load)
+        for piece in orders.pieces:
+            if piece.request_id in self._intakes:
+                self._intakes[piece.request_id].offer(piece)
+            else:
+                self._release(piece.ticket)
+        for request_id, reason in orders.broken:
+            if request_id in self._intakes:
+                self._intakes[request_id].end(broken_off(reason))
+
+    def revoke(self, orders: Orders) -> None:
+        """End the leases of blocks that change hands in this step. Before any of them is written; once a step."""
+        if orders.serial <= self._serial:
+            return
+        for request_id in orders.revoked:
+            for lease in (self._parts.get(request_id), self._leases.get(request_id)):
+                if lease is not None:
+                    lease.release()
 
     def results(self) -> Results:
         """What has ended since the last call; each request stands in one answer only."""
         sent, self._sent = self._sent, set()
-        failed, self._failed = self._failed, set()
-        received = set(failed)
+        received: set[str] = set()
+        failed: set[str] = set()
         for request_id, lease in list(self._leases.items()):
             if lease.released.is_set():
+                if request_id in self._parts:  # its blocks are given back now
+                    self._parts[request_id].release()
                 del self._leases[request_id]
                 sent.add(request_id)
                 self._lease_ended(request_id, lease)
-        for request_id, (load, fetch) in list(self._fetches.items()):
-            if not fetch.done():
+        for request_id, intake in list(self._intakes.items()):
+            if not intake.done():
                 continue
-            del self._fetches[request_id]
+            del self._intakes[request_id]
             received.add(request_id)
-            error = fetch.exception()
-            if error is None:
-                self._fetched(request_id, fetch)
-            else:
+            if intake.error is not None:
                 failed.add(request_id)
-                self._load_failed(load, error)
+                self._load_failed(intake.load, intake.error)
         return Results(sent, received, failed)
 
     def failed_blocks(self) -> set[int]:
@@ -160,39 +177,59 @@ class WorkerSide:
         return set() if versions.REPORTS_FAILED_REQUESTS else blocks
 
     def report(self) -> RankReport | None:
-        """Where this rank listens, until the scheduler knows."""
-        if self._scheduler_knows_ranks or self._connector is None:
+        """Where this rank listens, until the scheduler knows; and which parts' leases have ended."""
+        for request_id, lease in list(self._parts.items()):
+            if lease.released.is_set():
+                del self._parts[request_id]
+                self._ended_parts[request_id] = 1
+        ended, self._ended_parts = self._ended_parts, {}
+        tells_endpoint = not self._scheduler_knows_ranks and self._connector is not None
+        if not ended and not tells_endpoint:
             return None
-        return RankReport(endpoints={self._place.rank: self._connector.endpoint})
+        endpoints = {self._place.rank: self._connector.endpoint} if tells_endpoint else {}
+        return RankReport(endpoints=endpoints, ended_parts=ended)
 
     # --- parts ----------------------------------------------------------------------------------------------
 
     def _publish(self, publication: Publication) -> None:
         request_id = publication.request_id
         try:
-            self._leases[request_id] = self._cache.publish(
-                publication.blocks, tokens=publication.tokens, ttl_s=publication.ttl_s, ticket=publication.ticket
+            lease = self._cache.publish(
+                publication.blocks,
+                tokens=publication.tokens,
+                ttl_s=publication.ttl_s,
+                ticket=publication.ticket,
+                stream=self._stream() if publication.is_part else None,
             )
+            (self._parts if publication.is_part else self._leases)[request_id] = lease
         except KvxferError as error:
+            if publication.is_part:
+                self._ended_parts[request_id] = 1
+                _log.debug("request %s: no part was leased: %s", request_id, error)
+                return
             self._sent.add(request_id)
             self.stats.count("not_published")
             _log.error("request %s cannot be offered to decode: %s", request_id, error)
 
-    def _fetch(self, load: Load) -> None:
-        try:
-            self._blank(load.blank)
-            fetch = self._cache.fetch(
-                load.ticket,
-                into=load.blocks,
-                wire=self._options.wire,
-                timeout_s=load.timeout_s,
-                allow_missing=self._options.allow_missing_layers,
-            )
-        except KvxferError as error:
-            self._failed.add(load.request_id)
-            self._load_failed(load, error)
-        else:
-            self._fetches[load.request_id] = (load, fetch)
+    def _stream(self) -> object:
+        """The stream on which earlier steps were launched: they may still be at work. None for a cache on the CPU."""
+        device = next(iter(self._tensors.values()))[0].device
+        return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def _begin(self, load: Load) -> None:
+        self._blank(load.blank)
+        self._intakes[load.request_id] = Intake(
+            load, self._groups, fetch=self._fetch, release=self._release, fetched=self._fetched
+        )
+
+    def _fetch(self, ticket: bytes, blocks: BlockIds, timeout_s: float) -> Fetch:
+        return self._cache.fetch(
+            ticket,
+            into=blocks,
+            wire=self._options.wire,
+            timeout_s=timeout_s,
+            allow_missing=self._options.allow_missing_layers,
+        )
 
     def _blank(self, blocks: BlockIds) -> None:
         for name, ids in blocks.items():
@@ -211,19 +248,21 @@ class WorkerSide:
         self.stats.count("failed")
         self._failed_blocks.update(block for ids in load.blocks.values() for block in ids)
         _log.warning("KV of request %s was not fetched: %s: %s", load.request_id, type(error).__name__, error)
-        self._release(load.ticket)
 
-    def _fetched(self, request_id: str, fetch: Fetch) -> None:
+    def _fetched(self, piece: Piece, fetch: Fetch) -> None:
         stats = fetch.stats
         self.stats.fetched(stats)
+        if not piece.is_last:
+            self.stats.count("parts")
         seen = (stats.backend, stats.way, stats.wire)
         if seen not in self._ways_seen:
             self._ways_seen.add(seen)
             _log.info("KV comes the %s way, backend %s, wire format %s", stats.way, stats.backend, stats.wire)
         _log.debug(
-            "fetched request %s: %d bytes (%d on the wire) in %d copies from %d ranks, %.2f ms of which %.2f before "
-            "the first byte, %.2f GB/s, way %s, backend %s, wire %s",
-            request_id,
+            "fetched request %s up to token %d: %d bytes (%d on the wire) in %d copies from %d ranks, %.2f ms of which "
+            "%.2f before the first byte, %.2f GB/s, way %s, backend %s, wire %s",
+            piece.request_id,
+            piece.tokens,
             stats.bytes,
             stats.wire_bytes,
             stats.copies,

@@ -47,6 +47,7 @@ MESSAGES = {
     "bye": m.Bye(),
     "release": m.Release(slot=1, lease=2, reader=0, readers=4),
     "renew": m.Renew(slot=1, lease=2, ttl_s=30.0),
+    "notice": m.Notice(payload=b"a word"),
     "sources": m.Sources(key=5, cache="kv", into_cache="kv", layouts=(_LAYOUT,), index=0, first=0),
     "pull": m.Pull(
         transfer=9,

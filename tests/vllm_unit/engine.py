@@ -37,6 +37,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvxfer.vllm import versions
 from kvxfer.vllm.plugin import register
+from kvxfer.vllm.scheduler import SchedulerSide
 from tests.processes import until
 
 from .model import HEAD_DIM, HEADS, LAYERS, STATE_VALUES, FakeModel, layer_name
@@ -44,6 +45,7 @@ from .model import HEAD_DIM, HEADS, LAYERS, STATE_VALUES, FakeModel, layer_name
 BLOCK_TOKENS = 32
 WINDOW = 50
 TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+TO_DECODE = {"do_remote_decode": False, "do_remote_prefill": True}
 SECRET = "a secret of the tests"
 
 torch.set_num_threads(1)
@@ -241,6 +243,20 @@ class Engine:
         if published:
             self.step()
         return answer.kv
+
+    def slots_in_use(self) -> int:
+        """Lease slots that tickets of this engine hold."""
+        return self.side._connector._node.numbers.in_use
+
+    @property
+    def side(self) -> SchedulerSide:
+        """Of kvxfer's connector."""
+        return self.scheduler.connector._scheduler
+
+    @property
+    def endpoint(self) -> str:
+        """Where peers reach this engine's scheduler."""
+        return self.side._connector.endpoint
 
     def free_blocks(self) -> int:
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()

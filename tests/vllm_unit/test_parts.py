@@ -21,6 +21,7 @@ from kvxfer.layout.cache_layout import fingerprint_differences
 from kvxfer.plan import join
 from kvxfer.transfers.transfer import TransferStats
 from kvxfer.vllm import KvxferConnector, plugin, versions
+from kvxfer.vllm.engine import check_buffer_device, check_supported
 from kvxfer.vllm.fingerprint import fingerprint_of
 from kvxfer.vllm.layouts import Heads, TableGroup, cache_layout, table_groups
 from kvxfer.vllm.options import limits_of, options_of
@@ -252,6 +253,34 @@ def test_kinds_that_are_not_known_are_refused_by_name() -> None:
     )
     with pytest.raises(InvalidLayout, match="ChunkedLocalAttentionSpec is not supported"):
         table_groups(config)
+
+
+def test_blocks_that_the_backend_divides_are_refused_by_name() -> None:
+    with pytest.raises(InvalidLayout, match="the attention backend divides blocks"):
+        layout_of(memory("LBHNC"), num_blocks=BLOCKS // 2)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "model", "says"),
+    [
+        ({"decode_context_parallel_size": 2}, {}, "decode_context_parallel_size above 1"),
+        ({"prefill_context_parallel_size": 2}, {}, "prefill_context_parallel_size above 1"),
+        ({}, {"enable_sleep_mode": True}, "sleep mode is not supported"),
+    ],
+)
+def test_what_no_engine_may_do_is_refused_by_name(parallel: dict, model: dict, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        check_supported(
+            SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=SimpleNamespace(**model))
+        )
+    assert KvxferConnector.supports_sleep_mode(None) is False
+
+
+def test_a_buffer_on_another_device_is_refused() -> None:
+    layout = layout_of(memory("LBHNC"))
+    check_buffer_device(SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_buffer_device="cpu")), layout)
+    with pytest.raises(InvalidRequest, match="kv_buffer_device is 'cuda', and the cache lies on 'cpu'"):
+        check_buffer_device(SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_buffer_device="cuda")), layout)
 
 
 # --- statistics ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Any order of events: hand-offs, wrong tickets, aborts, rejections, slow ranks, expiry, little memory.
+"""Any order of events: hand-offs, streams, wrong tickets, aborts, rejections, slow ranks, expiry, little memory.
 
 Whatever happens: requests that are not aborted end, no cache holds a wrong number, no report comes twice, at last every
 block of both engines is free, and the next request is handed over as if nothing had happened.
@@ -6,14 +6,20 @@ block of both engines is free, and the next request is handed over as if nothing
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
+import time
 from collections.abc import Callable
 
 import pytest
 from vllm.v1.engine import FinishReason
 
-from .engine import TO_PREFILL, Engine
+from tests.processes import until
+
+from .engine import TO_DECODE, TO_PREFILL, Engine
 from .test_contract import prompt, settle
+from .test_streaming import Pair
 
 EVENTS = 150
 SETTINGS = {
@@ -22,16 +28,21 @@ SETTINGS = {
     "ranks": {"ranks": 2},
     "window, ranks": {"window": True, "ranks": 2},
     "state": {"state": True, "prefix_caching": False},
+    "stream": {"stream": True},
+    "stream, window, ranks": {"stream": True, "window": True, "ranks": 2},
 }
+_ids = (f"any-{number}" for number in itertools.count())
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_any_order_of_events(start: Callable[..., Engine], setting: str, seed: int) -> None:
     draw = random.Random(f"{setting} {seed}")
-    options = SETTINGS[setting]
-    prefill = start(num_blocks=40, lease_s=(5.0, 0.05)[seed % 2], max_batched_tokens=200, **options)
-    decode = start(num_blocks=40, policy="recompute", max_batched_tokens=200, **options)
+    options = {"stream_timeout_s": (2.0, 0.3)[seed % 2], **SETTINGS[setting]}
+    streams = "stream" in options
+    blocks, chunk = (90, 30) if streams else (40, 200)
+    prefill = start(num_blocks=blocks, lease_s=(5.0, 0.05)[seed % 2], max_batched_tokens=chunk, **options)
+    decode = start(num_blocks=min(blocks, 60), policy="recompute", max_batched_tokens=200, **options)
     both = prefill, decode
     prefilling: dict[str, list[int]] = {}  # by request: its prompt
     handed: list[tuple[list[int], dict]] = []
@@ -41,6 +52,25 @@ def test_any_order_of_events(start: Callable[..., Engine], setting: str, seed: i
     def new_prefill() -> None:
         p = prompt(draw.randint(1, 300), draw.randrange(4))
         prefilling[prefill.add(p, kv=TO_PREFILL)] = p
+
+    def new_stream() -> None:
+        """The same to both; or one side never hears of it, or of another prompt."""
+        p, key = prompt(draw.randint(1, 900), draw.randrange(40)), {"id": next(_ids), "prefill": prefill.endpoint}
+        sides = draw.choice([(prefill, decode), (decode, prefill), (prefill, decode), (prefill,), (decode,)])
+        for engine in sides:
+            wrong = draw.random() < 0.1
+            kv = {**(TO_PREFILL if engine is prefill else TO_DECODE), "kvxfer_stream": key}
+            tokens = 1 if engine is prefill else draw.randint(1, 20)
+            request = engine.add(p[::-1] if wrong else p, kv=kv, max_tokens=tokens)
+            if engine is decode:
+                decoding.append(request)
+            for _ in range(draw.randint(0, 2)):
+                draw.choice(both).step()
+
+    def preempt() -> None:
+        """All running requests of an engine. vLLM then objects to blocks that loads or leases hold."""
+        with contextlib.suppress(RuntimeError):
+            draw.choice(both).scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def new_decode() -> None:
         if handed:
@@ -69,14 +99,19 @@ def test_any_order_of_events(start: Callable[..., Engine], setting: str, seed: i
         for engine in draw.choice([(prefill,), (decode,), both]):
             for _ in range(draw.randint(1, 5)):
                 engine.step()
+                if streams:
+                    time.sleep(0.002)  # what engines do meanwhile, with words on their way
         for request in [request for request in prefilling if request in prefill.answers]:
             kv = prefill.answers[request].kv
             if kv is not None:
                 handed.append((prefilling[request], kv))
             del prefilling[request]
 
+    events = {new_prefill: 20, new_decode: 25, abort: 6, reject: 3, lag: 5, step: 40}
+    if streams:
+        events |= {new_prefill: 4, new_decode: 8, new_stream: 15, preempt: 2, abort: 3, step: 68}
     for _ in range(EVENTS):
-        draw.choices([new_prefill, new_decode, abort, reject, lag, step], weights=[20, 25, 6, 3, 5, 40])[0]()
+        draw.choices(list(events), weights=list(events.values()))[0]()
     for engine in both:
         for rank in engine.ranks:
             rank.silent = False
@@ -84,8 +119,7 @@ def test_any_order_of_events(start: Callable[..., Engine], setting: str, seed: i
         for request in list(engine.scheduler.requests.values()):
             if not request.is_finished() and request.request_id not in decoding:
                 engine.abort(request.request_id)
-    while not decode.answers.keys() >= set(decoding):
-        step()
+    until(lambda: step() or decode.answers.keys() >= set(decoding), 120, "all answers")
     for _, kv in handed:
         decode.reject(kv)
     settle(*both)
@@ -99,3 +133,7 @@ def test_any_order_of_events(start: Callable[..., Engine], setting: str, seed: i
         assert answer.local_tokens + answer.external_tokens >= len(fresh) - 1
         assert answer.external_tokens
     settle(*both)
+    if streams and seed % 2 == 0:
+        pair = Pair(prefill, decode, prompt(600, 50)).meet()
+        pair.take_parts(decode.total("parts") + 2)
+        assert pair.finish().computed == [1, 1]

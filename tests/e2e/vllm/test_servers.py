@@ -24,6 +24,8 @@ TEXTS = [
     "Once upon a time there was a lighthouse keeper who " + "walked along the shore and " * 60,
     "A list of numbers: " + ", ".join(map(str, range(400))),
 ]
+CHUNK = ["--max-num-batched-tokens", "256"]
+"""Tokens that prefill computes in a step."""
 ROUTER_QUIET = ["--log-level", "warning", "--prometheus-port"]
 assert_same = partial(assert_same_within, tolerance=1e-4)
 """Thirty layers of a trained model: another batch changes its log-probabilities by 2e-5."""
@@ -36,19 +38,23 @@ class Pools:
     router: Server
     finder: Server
     """A router that is told of no engine, and hears of these two."""
+    front: Server
+    """The front end that streams."""
     alone: Server
     """A server that knows no connector."""
 
 
 @pytest.fixture(scope="module")
 def pools(log_folder: Callable[[str], Path]) -> Iterator[Pools]:
-    model, ports = str(models.folder("smollm2")), Ports(8)
-    p, d, r, f, a, meeting, *metrics = range(ports.first, ports.first + 8)
+    model, ports = str(models.folder("smollm2")), Ports(11)
+    p, d, r, f, a, s, meeting, connector, _, *metrics = range(ports.first, ports.first + 11)
     discovery = f"127.0.0.1:{meeting}"
     prefill = launch_line("prefill", {"MODEL": model, "8100": str(p)})
     decode = launch_line("decode", {"MODEL": model, "8200": str(d)})
-    prefill = with_options(prefill, discovery_address=discovery, http_address=f"127.0.0.1:{p}")
-    decode = with_options(decode, discovery_address=discovery, http_address=f"127.0.0.1:{d}")
+    both = {"stream": True, "discovery_address": discovery}
+    prefill = with_options(prefill, port=connector, http_address=f"127.0.0.1:{p}", **both)
+    decode = with_options(decode, http_address=f"127.0.0.1:{d}", **both)
+    front = launch_line("front", {"8000": str(s), "8100": str(p), "5600": str(connector), "8200": str(d)})
     router = launch_line("router", {"8000": str(r), "8100": str(p), "8200": str(d)})
     finder = launch_line("router with discovery", {"8000": str(f), "127.0.0.1:30001": discovery})
     started: list[Server] = []
@@ -59,10 +65,11 @@ def pools(log_folder: Callable[[str], Path]) -> Iterator[Pools]:
 
     try:
         yield Pools(
-            prefill=start("prefill", prefill + FOR_CPU, port=p, core=0),
+            prefill=start("prefill", prefill + FOR_CPU + CHUNK, port=p, core=0),
             decode=start("decode", decode + FOR_CPU, port=d, core=1),
             alone=start("alone", [program("vllm"), "serve", model, "--port", str(a), *FOR_CPU], port=a, core=1),
             router=start("router", [*router, *ROUTER_QUIET, str(metrics[0])], port=r, core=0),
+            front=start("front", front, port=s, core=0),
             finder=start("finder", [*finder, *ROUTER_QUIET, str(metrics[1])], port=f, core=0),
         )
     finally:
@@ -73,7 +80,7 @@ def pools(log_folder: Callable[[str], Path]) -> Iterator[Pools]:
 
 @pytest.fixture(scope="module")
 def ready(pools: Pools) -> Pools:
-    for server in (pools.prefill, pools.decode, pools.alone, pools.router):
+    for server in (pools.prefill, pools.decode, pools.alone, pools.router, pools.front):
         server.ready()
     return pools
 
@@ -99,6 +106,17 @@ def test_a_router_that_finds_its_engines(ready: Pools) -> None:
     found = until(answer, 30, "an answer")
     assert_same([found], [ready.alone.complete(TEXTS[1] + " in the rain")])
     until(lambda: ready.decode.metric("vllm:kvxfer_fetch_seconds_count") > fetches, 10, "a fetch counted")
+
+
+def test_prompts_that_are_streamed(ready: Pools) -> None:
+    """Both engines get each request at once, and blocks come while prefill computes the next ones."""
+    squares = ", ".join(str(number * number) for number in range(200))
+    texts = [f"Squares of numbers: {squares}", "A prompt that no engine has seen yet and that fits into one chunk"]
+    with ThreadPoolExecutor(len(texts)) as clients:
+        answers = list(clients.map(ready.front.complete, texts))
+    assert_same(answers, [ready.alone.complete(text) for text in texts])
+    until(lambda: ready.decode.metric("vllm:kvxfer_streamed_parts_total") >= 2, 10, "parts counted")
+    assert ready.decode.metric("vllm:kvxfer_streams_given_up_total") == 0
 
 
 def test_what_the_page_says_of_logs_and_metrics(ready: Pools) -> None:
