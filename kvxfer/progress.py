@@ -242,6 +242,11 @@ class MoverPool:
             self._ready.notify()
         return job
 
+    @property
+    def waiting(self) -> int:
+        """Jobs that no thread has taken yet."""
+        return len(self._jobs)
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Finish the queued jobs and end the threads; idempotent."""
         with self._ready:

@@ -12,7 +12,7 @@ import ctypes
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from kvxfer.layout import CacheLayout
 from kvxfer.lease import ENDED, HEADER_BYTES, SLOT, SLOT_BYTES
 from kvxfer.progress import waiting_for_a_peer
 from kvxfer.ticket import Record, Ticket
+
+if TYPE_CHECKING:
+    from kvxfer.transfers.choice import Chooser
 
 _log = logging.getLogger(__name__)
 
@@ -174,6 +177,7 @@ class Peer:
         self.backend = ""
         self.link: Link | None = None
         self.costs: Costs | None = None  # of one-sided operations, once measured
+        self.chooser: Chooser | None = None  # between direct and packed, once it has chosen
         self.caches: dict[str, RemoteCache] = {}
         self.table: RemoteTable | None = None
         self.described = False

@@ -16,6 +16,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ from kvxfer.plan import Chunk
 from kvxfer.transfers.moves import await_operation
 from kvxfer.transfers.staging import SLOTS, Loan, StagingRing
 from kvxfer.transfers.transfer import Transfer
+from kvxfer.transfers.workers import ChunkWorkers, workers_for
 
 if TYPE_CHECKING:
     from kvxfer.cache import Cache
@@ -112,18 +114,21 @@ class PackedSource:
         self._src_bases = cache.bases
         self._staging, self._offer = staging, offer
         self._written: Callable[[KvxferError | None], None] | None = written
-        self._free = collections.deque(range(offer.slots))
+        self._free = list(range(offer.slots))  # the last one given back is used first: it may still be in a cache
         self._lent: set[int] = set()  # slots that hold a chunk the peer has not given back
         self._queue: collections.deque[tuple[int, int, Chunk]] = collections.deque()
         self._unqueued = len(stages)
-        self._gathering = 0
+        self._under_way = 0  # chunks that have left the queue and are not in the peer's staging yet
+        self._lock = threading.Lock()  # of free slots, queue and what is under way, which workers take from
+        self._workers = ChunkWorkers(node.pool, self._take, most=workers_for(node.limits))
         self._stopped: KvxferError | None = None
 
     def queue_stage(self, stage: int) -> None:
         """The stage's bytes are there: gather it."""
         self._unqueued -= 1
         chunks = self._stages[stage].plan.chunks(self._offer.slot_bytes - HEADER_BYTES)
-        self._queue.extend((stage, index, chunk) for index, chunk in enumerate(chunks))
+        with self._lock:
+            self._queue.extend((stage, index, chunk) for index, chunk in enumerate(chunks))
         self._advance()
 
     def credit(self, slot: int) -> None:
@@ -131,33 +136,44 @@ class PackedSource:
         if slot not in self._lent:
             raise BackendError(f"the peer gave back slot {slot}, which it did not hold")
         self._lent.discard(slot)
-        self._free.append(slot)
+        with self._lock:
+            self._free.append(slot)
         self._advance()
 
     def stop(self, error: KvxferError) -> None:
         """Gather nothing more; `written` is called when what is under way has ended."""
         if self._stopped is None:
             self._stopped = error
-            self._queue.clear()
+            with self._lock:
+                self._queue.clear()
         self._advance()
 
     def _advance(self) -> None:
-        while self._queue and self._free and self._stopped is None:
-            self._gather(self._free.popleft(), *self._queue.popleft())
-        finished = self._stopped is not None or (not self._queue and not self._unqueued)
-        if finished and not self._gathering and self._written is not None:
+        self._workers.wake()
+        with self._lock:
+            finished = not self._queue and not self._under_way and (self._stopped is not None or not self._unqueued)
+        if finished and self._written is not None:
             written, self._written = self._written, None
             written(self._stopped)
 
+    def _take(self) -> Callable[[], None] | None:
+        """The gathering of the next chunk into a free slot. Any thread."""
+        with self._lock:
+            if not self._queue or not self._free:
+                return None
+            self._under_way += 1
+            return functools.partial(self._gather, self._free.pop(), *self._queue.popleft())
+
     def _gather(self, slot: int, stage: int, index: int, chunk: Chunk) -> None:
-        self._gathering += 1
+        """Mover thread."""
         at = self._offer.offset + slot * self._offer.slot_bytes
 
         def ended(header: bytes, error: KvxferError | None) -> None:  # any thread
             self._node.progress.post(lambda: gathered(header, error))
 
         def gathered(header: bytes, error: KvxferError | None) -> None:
-            self._gathering -= 1
+            with self._lock:
+                self._under_way -= 1
             if error is not None:
                 self.stop(error)
             elif self._stopped is None:
@@ -169,8 +185,7 @@ class PackedSource:
             self._advance()
 
         if self._outbox is None:
-            address = self._staging.mapped_address + at
-            self._node.pool.submit(lambda: ended(*self._try_to_pack(stage, index, chunk, address)))
+            ended(*self._try_to_pack(stage, index, chunk, self._staging.mapped_address + at))
         else:
             self._through_outbox(stage, index, chunk, self._staging.remote_address + at, ended)
 
@@ -179,9 +194,6 @@ class PackedSource:
     ) -> None:
         """Gather into memory of this side and write that into the peer's, `remote`. `ended` is called once."""
         nbytes = HEADER_BYTES + chunk.wire_bytes
-
-        def granted(loan: Loan) -> None:
-            self._node.pool.submit(lambda: write(loan))
 
         def write(loan: Loan) -> None:
             header, error = b"", self._stopped
@@ -202,7 +214,11 @@ class PackedSource:
             loan.give_back()
             ended(header, error)
 
-        self._outbox.borrow(nbytes, 1, granted)
+        loan = self._outbox.borrow_now(nbytes)
+        if loan is not None:
+            write(loan)
+        else:  # behind others, who may be waiting for peers
+            self._outbox.borrow(nbytes, 1, lambda loan: self._node.pool.submit(lambda: write(loan)))
 
     def _try_to_pack(self, stage: int, index: int, chunk: Chunk, address: int) -> tuple[bytes, KvxferError | None]:
         """Pack, and say what went wrong: whatever it is, the peer waits to hear. Mover thread."""
@@ -261,6 +277,8 @@ class PackedSink:
         }
         self._left = len(self._expected)
         self._busy_slots: set[int] = set()
+        self._ready: collections.deque[Callable[[], None]] = collections.deque()  # to be scattered
+        self._workers = ChunkWorkers(node.pool, self._take, most=workers_for(node.limits))
 
     @property
     def busy(self) -> bool:
@@ -300,7 +318,11 @@ class PackedSink:
             self._transfer.drop()
             self._dropped()
 
-        self._node.pool.submit(scatter)
+        self._ready.append(scatter)
+        self._workers.wake()
+
+    def _take(self) -> Callable[[], None] | None:
+        return self._ready.popleft() if self._ready else None
 
     def _unpack(self, message: ChunkMessage, chunk: Chunk, address: int) -> None:
         """A slot's chunk into the blocks, if its header is the one that this end expects. Mover thread."""
