@@ -5,6 +5,13 @@
 Rows: ours (a whole fetch, from the call to the confirmed end), the peer (NIXL's own API handed a descriptor for every
 block, prepared beforehand, written or read), and the ceiling of the same run (the same bytes in one descriptor, written
 or read, whichever is faster). Bytes are counted once. ``--tcp`` keeps UCX off shared memory, as between hosts.
+
+A progress thread of NIXL's Python class takes a whole core, also at rest. So that NIXL's agents do not slow the other
+rows down, the one here has none and polls, and the process of the other is stopped but for its own rows.
+
+*Parts* are what a packed transfer consists of, each alone on one thread: gathering all chunks, writing them through
+NIXL from a buffer that is still in a cache, scattering them. Two processors that shared these evenly, and did nothing
+else, would reach the *bound*.
 """
 
 from __future__ import annotations
@@ -14,6 +21,7 @@ import collections
 import multiprocessing
 import os
 import secrets
+import signal
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -27,16 +35,24 @@ import timing
 
 import kvxfer
 from kvxfer.connector import WAYS
+from kvxfer.kernels import PreparedPlan, bases
+from kvxfer.plan import join
+from kvxfer.transfers.staging import CHUNK_BYTES
 
 BLOCK_KIB = (4, 16, 64)
-ROWS = {"kvxfer packed": ("packed",), "kvxfer direct": ("direct",), "kvxfer as it chooses": WAYS}
+ROWS = {
+    "kvxfer packed": ("packed",),
+    "kvxfer packed ahead": ("packed",),
+    "kvxfer direct": ("direct",),
+    "kvxfer as it chooses": WAYS,
+}
 
 
-def agent(name: str):
+def agent(name: str, *, progress_thread: bool = True):
     """An agent as NIXL's own Python class makes it."""
-    from nixl_cu13 import nixl_agent
+    from nixl_cu13 import nixl_agent, nixl_agent_config
 
-    return nixl_agent(name)
+    return nixl_agent(name, nixl_agent_config(enable_prog_thread=progress_thread))
 
 
 def target(pipe: Connection, nbytes: int) -> None:
@@ -56,15 +72,22 @@ class Nixl:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=target, args=(theirs, nbytes), daemon=True)
         self._process.start()
-        self._nixl = agent("initiator")
+        self._nixl = agent("initiator", progress_thread=False)
         self._memory = np.ones(nbytes, np.uint8)
         self._nixl.register_memory([(self._memory.ctypes.data, nbytes, 0, "")], "DRAM")
         metadata, self._remote = self._pipe.recv()
         self._peer = self._nixl.add_remote_agent(metadata)
-        self._nbytes = nbytes
+        self._rest()
+
+    def _rest(self) -> None:
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def _work(self) -> None:
+        os.kill(self._process.pid, signal.SIGCONT)
 
     def close(self) -> None:
         """End the other process."""
+        self._work()
         self._pipe.send(None)
         self._process.join()
 
@@ -79,6 +102,7 @@ class Nixl:
         every = np.arange(len(local_ids), dtype=np.int32)
 
         def move(_: None) -> None:
+            self._work()
             handle = self._nixl.make_prepped_xfer(operation, sides[0], every, sides[1], every)
             state = self._nixl.transfer(handle)
             while state == "PROC":
@@ -86,12 +110,30 @@ class Nixl:
             if state != "DONE":
                 raise RuntimeError(f"NIXL says {state}")
             handle.release()
+            self._rest()
 
         return move
 
 
-def bench_blocks(peer: bench_shm.Prefill, secret: bytes, block_kib: int, megabytes: int, calls: int) -> list[dict]:
-    """All rows of one block size."""
+def parts(nixl: Nixl, layout: kvxfer.CacheLayout, memory: np.ndarray, src_ids: np.ndarray, dst_ids: np.ndarray) -> dict:
+    """Seconds of each part of a packed transfer, and GB/s of two processors that share them."""
+    plan = join([layout], layout)[0].plan({"full": src_ids}, {"full": dst_ids}, tokens=16 * len(src_ids))
+    prepared, places, buffer = PreparedPlan(plan), bases([memory.ctypes.data]), bench_shm.private(CHUNK_BYTES)
+    chunks, first = list(plan.chunks(CHUNK_BYTES)), np.zeros(1, np.int32)
+    write = nixl.mover("WRITE", CHUNK_BYTES, first, first)
+    functions = {
+        "gather_s": lambda _: [prepared.gather(chunk, places, buffer.ctypes.data) for chunk in chunks],
+        "wire_s": lambda _: [write(None) for _ in chunks],
+        "scatter_s": lambda _: [prepared.scatter(chunk, buffer.ctypes.data, places) for chunk in chunks],
+    }
+    seconds = {name: t.median_s for name, t in timing.measure_together(functions, [None], calls=7).items()}
+    return {**seconds, "bound_gigabytes_per_s": plan.nbytes / (sum(seconds.values()) / 2) / 1e9}
+
+
+def bench_blocks(
+    peer: bench_shm.Prefill, secret: bytes, block_kib: int, megabytes: int, calls: int
+) -> tuple[list[dict], dict]:
+    """All rows of one block size, and the parts."""
     block_bytes, count = block_kib << 10, (megabytes << 10) // block_kib
     total = block_bytes * count
     layout = bench_shm.layout_of(block_bytes, count)
@@ -109,7 +151,7 @@ def bench_blocks(peer: bench_shm.Prefill, secret: bytes, block_kib: int, megabyt
     for row, ways in ROWS.items():
         name = f"{row}-{block_kib}"
         peer.ask("register", name, layout, "private")
-        tickets, _ = peer.ask("publish", name, src_ids, calls + 3)
+        tickets, _ = peer.ask("pack" if "ahead" in row else "publish", name, src_ids, calls + 3)
         connector = kvxfer.Connector("decode", backends=["nixl"], ways=ways, secret=secret)
         connectors.append(connector)
         cache = connector.register(arrays, layout, name=name)
@@ -117,9 +159,10 @@ def bench_blocks(peer: bench_shm.Prefill, secret: bytes, block_kib: int, megabyt
     results = timing.measure_together(functions, [None], calls=calls)
     for connector in connectors:
         connector.close()
+    apart = parts(nixl, layout, arrays["kv"], src_ids, dst_ids)
     nixl.close()
     ceiling = max(result.rate(total) for row, result in results.items() if row.startswith("ceiling"))
-    return [
+    rows = [
         {
             "block_kib": block_kib,
             "row": row,
@@ -131,13 +174,16 @@ def bench_blocks(peer: bench_shm.Prefill, secret: bytes, block_kib: int, megabyt
         }
         for row, result in results.items()
     ]
+    return rows, {"block_kib": block_kib, **apart}
 
 
 def fetcher(cache: kvxfer.Cache, tickets: collections.deque, ids: np.ndarray, row: str, chosen: dict[str, str]):
     """A function that fetches with the next ticket, and notes the way that was taken."""
 
     def fetch(_: None) -> None:
-        chosen[row] = cache.fetch(tickets.popleft(), into={"full": ids}, timeout_s=120).wait().way
+        stats = cache.fetch(tickets.popleft(), into={"full": ids}, timeout_s=120).wait()
+        assert stats.packed_ahead == ("ahead" in row), stats
+        chosen[row] = stats.way
 
     return fetch
 
@@ -180,7 +226,7 @@ def share_of_a_core(seconds: float) -> float:
     return (time.process_time() - used) / seconds
 
 
-def table(rows: list[dict], rest: dict[str, float]) -> str:
+def table(rows: list[dict], parts: list[dict], rest: dict[str, float]) -> str:
     """What a person reads."""
     lines = [f"{'block':>7}  {'what':<42} {'GB/s':>7} {'quartiles':>15} {'of ceiling':>10}  way"]
     for row in rows:
@@ -189,6 +235,10 @@ def table(rows: list[dict], rest: dict[str, float]) -> str:
             f"{row['block_kib']:>4} KiB  {row['row']:<42} {row['gigabytes_per_s']:>7.2f} {spread:>15} "
             f"{row['of_ceiling']:>10.2f}  {row['way']}"
         )
+    lines.append("")
+    for apart in parts:
+        times = ", ".join(f"{name} {1e3 * apart[f'{name}_s']:.1f} ms" for name in ("gather", "wire", "scatter"))
+        lines.append(f"{apart['block_kib']} KiB: {times}; bound {apart['bound_gigabytes_per_s']:.2f} GB/s")
     lines += ["", *(f"at rest: {name} {share:.3f} of a core" for name, share in rest.items())]
     return "\n".join(lines)
 
@@ -204,12 +254,15 @@ def main() -> None:
         os.environ["UCX_TLS"] = "tcp"
     rest = at_rest()
     secret = secrets.token_bytes(32)
-    peer = bench_shm.Prefill(secret, backends=["nixl"])
-    rows = [row for kib in BLOCK_KIB for row in bench_blocks(peer, secret, kib, args.megabytes, args.calls)]
+    shelf_bytes = (args.calls + 3) * ((args.megabytes << 20) + (1 << 20))
+    peer = bench_shm.Prefill(secret, backends=["nixl"], shelf_bytes=shelf_bytes)
+    found = [bench_blocks(peer, secret, kib, args.megabytes, args.calls) for kib in BLOCK_KIB]
     peer.pipe.close()
-    print(table(rows, rest))
+    rows, apart = [row for rows, _ in found for row in rows], [parts for _, parts in found]
+    print(table(rows, apart, rest))
     if args.json:
-        timing.save(Path(args.json), timing.environment(tcp=args.tcp), [{"rows": rows, "at_rest": rest}])
+        result = {"rows": rows, "parts": apart, "at_rest": rest}
+        timing.save(Path(args.json), timing.environment(tcp=args.tcp), [result])
 
 
 if __name__ == "__main__":

@@ -93,8 +93,12 @@ def prefill(pipe: Connection, secret: bytes, gpu: str | None, backends: str | li
                 _, name, blocks, times, *rest = message
                 lists, tokens = (blocks, rest[0]) if rest else ({"full": blocks}, 16 * len(blocks))
                 started = time.perf_counter()
-                leases = [caches[name].publish(lists, tokens=tokens, ttl_s=600) for _ in range(times)]
+                ahead = "raw" if message[0] == "pack" else None
+                packed = connector.metrics.packed_ahead_total.get("packed", 0) + times if ahead else 0
+                leases = [caches[name].publish(lists, tokens=tokens, ttl_s=600, pack_ahead=ahead) for _ in range(times)]
                 seconds = (time.perf_counter() - started) / times
+                while connector.metrics.packed_ahead_total.get("packed", 0) < packed:
+                    time.sleep(0.01)
                 pipe.send(([bytes(lease.ticket) for lease in leases], seconds))
 
 

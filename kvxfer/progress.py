@@ -118,8 +118,9 @@ class ProgressThread:
         self.post(lambda: self._await((poll, then)))
 
     def _await(self, entry: tuple[Callable[[], bool], Callable[[BaseException | None], None]]) -> None:
+        if not self._awaited:
+            self._pause_s = _FIRST_PAUSE_S
         self._awaited.append(entry)
-        self._pause_s = _FIRST_PAUSE_S
 
     def watch(self, socket: zmq.Socket, on_readable: Callable[[], None]) -> None:
         """Call `on_readable` when the socket has messages. On this thread only."""
@@ -185,7 +186,7 @@ class ProgressThread:
                     continue
             except Exception as failure:
                 error = failure
-            self._pause_s = _FIRST_PAUSE_S
+            self._pause_s = max(_FIRST_PAUSE_S, self._pause_s / 4)  # the next one often takes as long as this one
             _guarded(lambda then=then, error=error: then(error))
 
     def _timeout_ms(self) -> float | None:

@@ -80,6 +80,12 @@ def offer(node: Node, loan: Loan, wire: str) -> PackedOffer:
     )
 
 
+def together(slots: int) -> int:
+    """How many chunks of a loan are announced, or given back, at once: a message costs more than its bytes, and the
+    other side has work meanwhile."""
+    return max(1, slots // 4)
+
+
 class PackedSource:
     """The side that gathers. `written` is called once, on the progress thread, with an error or None."""
 
@@ -118,8 +124,9 @@ class PackedSource:
         self._lent: set[int] = set()  # slots that hold a chunk the peer has not given back
         self._queue: collections.deque[tuple[int, int, Chunk]] = collections.deque()
         self._unqueued = len(stages)
-        self._under_way = 0  # chunks that have left the queue and are not in the peer's staging yet
-        self._lock = threading.Lock()  # of free slots, queue and what is under way, which workers take from
+        self._under_way = 0  # chunks that have left the queue and were not announced to the peer yet
+        self._ended: list[tuple[ChunkMessage, KvxferError | None]] = []  # of these, which are written or have failed
+        self._lock = threading.Lock()  # of free slots, queue, and what is under way
         self._workers = ChunkWorkers(node.pool, self._take, most=workers_for(node.limits))
         self._stopped: KvxferError | None = None
 
@@ -142,13 +149,17 @@ class PackedSource:
 
     def stop(self, error: KvxferError) -> None:
         """Gather nothing more; `written` is called when what is under way has ended."""
+        self._halt(error)
+        self._advance()
+
+    def _halt(self, error: KvxferError) -> None:
         if self._stopped is None:
             self._stopped = error
             with self._lock:
                 self._queue.clear()
-        self._advance()
 
     def _advance(self) -> None:
+        self._announce()
         self._workers.wake()
         with self._lock:
             finished = not self._queue and not self._under_way and (self._stopped is not None or not self._unqueued)
@@ -169,25 +180,31 @@ class PackedSource:
         at = self._offer.offset + slot * self._offer.slot_bytes
 
         def ended(header: bytes, error: KvxferError | None) -> None:  # any thread
-            self._node.progress.post(lambda: gathered(header, error))
-
-        def gathered(header: bytes, error: KvxferError | None) -> None:
+            apart = header if self._offer.headers_apart else b""
+            message = ChunkMessage(transfer=self._transfer, stage=stage, index=index, slot=slot, header=apart)
             with self._lock:
-                self._under_way -= 1
-            if error is not None:
-                self.stop(error)
-            elif self._stopped is None:
-                self._lent.add(slot)
-                apart = header if self._offer.headers_apart else b""
-                self._peer.session.send(
-                    ChunkMessage(transfer=self._transfer, stage=stage, index=index, slot=slot, header=apart)
-                )
-            self._advance()
+                self._ended.append((message, error))
+                others = len(self._ended) < self._under_way or (self._queue and self._free)
+                due = not others or error is not None or len(self._ended) >= together(self._offer.slots)
+            if due:
+                self._node.progress.post(self._advance)
 
         if self._outbox is None:
             ended(*self._try_to_pack(stage, index, chunk, self._staging.mapped_address + at))
         else:
             self._through_outbox(stage, index, chunk, self._staging.remote_address + at, ended)
+
+    def _announce(self) -> None:
+        """Tell the peer of the chunks that have been written."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+            self._under_way -= len(ended)
+        for message, error in ended:
+            if error is not None:
+                self._halt(error)
+            elif self._stopped is None:
+                self._lent.add(message.slot)
+                self._peer.session.send(message)
 
     def _through_outbox(
         self, stage: int, index: int, chunk: Chunk, remote: int, ended: Callable[[bytes, KvxferError | None], None]
@@ -276,53 +293,66 @@ class PackedSink:
             for index, chunk in enumerate(plan.plan.chunks(loan.slot_bytes - HEADER_BYTES))
         }
         self._left = len(self._expected)
-        self._busy_slots: set[int] = set()
+        self._filled: set[int] = set()  # slots that the peer may not write into
         self._ready: collections.deque[Callable[[], None]] = collections.deque()  # to be scattered
+        self._completed = False
+        self._scattering = 0  # these, and those that are being
+        self._ended: list[tuple[int, KvxferError | None]] = []  # slots whose chunks are in place, or have failed
+        self._lock = threading.Lock()  # of the three
         self._workers = ChunkWorkers(node.pool, self._take, most=workers_for(node.limits))
 
     @property
     def busy(self) -> bool:
         """Whether a chunk is being scattered out of the staging."""
-        return bool(self._busy_slots)
+        return self._scattering > 0
 
     def take(self, message: ChunkMessage) -> None:
         """A chunk lies in a slot: scatter it. Raises BackendError for one that cannot be."""
-        if not 0 <= message.slot < self._loan.slots or message.slot in self._busy_slots:
+        if not 0 <= message.slot < self._loan.slots or message.slot in self._filled:
             raise BackendError(f"the peer filled staging slot {message.slot}, which is not its to fill")
         chunk = self._expected.pop((message.stage, message.index), None)
         if chunk is None:
             raise BackendError(f"the peer sent chunk {message.index} of stage {message.stage}, which is not awaited")
         if not self._transfer.hold():
             return
-        self._busy_slots.add(message.slot)
-        address = self._loan.address(message.slot)
-
-        def scatter() -> None:
-            error = None
-            try:
-                self._unpack(message, chunk, address)
-            except Exception as failure:  # whatever it is, the transfer must end
-                error = as_kvxfer_error(failure)
-            self._node.progress.post(lambda: scattered(error))
-
-        def scattered(error: KvxferError | None) -> None:
-            self._busy_slots.discard(message.slot)
-            if error is not None:
-                self._transfer.abort(error)
-            else:
-                self._transfer.advance(chunk.wire_bytes)
-                self._left -= 1
-                self._peer.session.send(Credit(transfer=self._id, slot=message.slot))
-                if not self._left:
-                    self._complete()
-            self._transfer.drop()
-            self._dropped()
-
-        self._ready.append(scatter)
+        self._filled.add(message.slot)
+        with self._lock:
+            self._scattering += 1
+            self._ready.append(functools.partial(self._scatter, message, chunk))
         self._workers.wake()
 
     def _take(self) -> Callable[[], None] | None:
         return self._ready.popleft() if self._ready else None
+
+    def _scatter(self, message: ChunkMessage, chunk: Chunk) -> None:
+        """Mover thread."""
+        error = None
+        try:
+            self._unpack(message, chunk, self._loan.address(message.slot))
+            self._transfer.advance(chunk.wire_bytes)
+        except Exception as failure:  # whatever it is, the transfer must end
+            error = as_kvxfer_error(failure)
+            self._transfer.abort(error)
+        with self._lock:
+            self._scattering -= 1
+            self._ended.append((message.slot, error))
+            self._left -= error is None
+            due = not self._left or error is not None or len(self._ended) >= together(self._loan.slots)
+        self._transfer.drop()
+        if due or self._transfer.stopping or self._transfer.done():
+            self._node.progress.post(self._give_credit)
+
+    def _give_credit(self) -> None:
+        with self._lock:
+            ended, self._ended = self._ended, []
+        for slot, error in ended:
+            self._filled.discard(slot)
+            if error is None:
+                self._peer.session.send(Credit(transfer=self._id, slot=slot))
+        if not self._left and not self._completed:
+            self._completed = True
+            self._complete()
+        self._dropped()
 
     def _unpack(self, message: ChunkMessage, chunk: Chunk, address: int) -> None:
         """A slot's chunk into the blocks, if its header is the one that this end expects. Mover thread."""
