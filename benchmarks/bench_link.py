@@ -91,14 +91,14 @@ def prefill(pipe: Connection, secret: bytes, address: str, shelf_bytes: int) -> 
 
 
 def bench_blocks(
-    there: Connection, secret: bytes, address: str, block_kib: int, megabytes: int, calls: int
+    there: Connection, elsewhere: str, secret: bytes, address: str, block_kib: int, megabytes: int, calls: int
 ) -> list[dict]:
     """All rows of one block size."""
     count = (megabytes << 10) // block_kib
     layout, total = layout_of(block_kib, count), megabytes << 20
     rng = np.random.default_rng(1)
     src_ids, dst_ids = (rng.permutation(count).astype(np.int32) for _ in range(2))
-    nixl, whole = bench_nixl.Nixl(total), np.zeros(1, np.int32)
+    nixl, whole = bench_nixl.Nixl(total, elsewhere=elsewhere), np.zeros(1, np.int32)
     functions = {
         "ceiling: NIXL, one descriptor, READ": nixl.mover("READ", total, whole, whole),
         "ceiling: NIXL, one descriptor, WRITE": nixl.mover("WRITE", total, whole, whole),
@@ -118,7 +118,7 @@ def bench_blocks(
         connectors.append(connector)
         cache = connector.register(arrays, layout, name=name)
         functions[row] = fetcher(cache, collections.deque(tickets), dst_ids, wire, row, chosen)
-    results = timing.measure_together(functions, [None], calls=calls)
+    results = timing.measure_together(functions, [None], calls=calls, clock=bench_nixl.clock)
     for connector in connectors:
         connector.close()
     nixl.close()
@@ -155,19 +155,21 @@ def fetcher(
 
 def on_this_host(args: argparse.Namespace) -> None:
     """The decode host, entered; processes that are started from here run on the other one."""
-    executable = Path(tempfile.mkdtemp()) / "python-on-the-other-host"
-    executable.write_text(f'#!/bin/sh\nexec {args.enter} {sys.executable} "$@"\n')
-    executable.chmod(0o755)
-    multiprocessing.set_executable(str(executable))
+    elsewhere = Path(tempfile.mkdtemp()) / "python-on-the-other-host"
+    elsewhere.write_text(f'#!/bin/sh\nexec {args.enter} {sys.executable} "$@"\n')
+    elsewhere.chmod(0o755)
     os.environ.update(UCX)
     secret, context = secrets.token_bytes(32), multiprocessing.get_context("spawn")
+    context.set_executable(str(elsewhere))
     pipe, theirs = context.Pipe()
     shelf_bytes = (args.calls + 4) * ((args.megabytes << 20) + (1 << 20)) * len(args.blocks)
     process = context.Process(target=prefill, args=(theirs, secret, args.there, shelf_bytes), daemon=True)
     process.start()
     theirs.close()
     rows = [
-        row for kib in args.blocks for row in bench_blocks(pipe, secret, args.here, kib, args.megabytes, args.calls)
+        row
+        for kib in args.blocks
+        for row in bench_blocks(pipe, str(elsewhere), secret, args.here, kib, args.megabytes, args.calls)
     ]
     pipe.close()
     process.join(10)

@@ -6,8 +6,9 @@ Rows: ours (a whole fetch, from the call to the confirmed end), the peer (NIXL's
 block, prepared beforehand, written or read), and the ceiling of the same run (the same bytes in one descriptor, written
 or read, whichever is faster). Bytes are counted once. ``--tcp`` keeps UCX off shared memory, as between hosts.
 
-A progress thread of NIXL's Python class takes a whole core, also at rest. So that NIXL's agents do not slow the other
-rows down, the one here has none and polls, and the process of the other is stopped but for its own rows.
+A progress thread of NIXL's Python class takes a whole core, also at rest. So that NIXL's agents do not slow kvxfer's
+rows down, they have processes of their own, which are stopped but for their own rows; and the one that moves bytes
+makes progress by polling instead, so that it does not compete with itself either.
 
 *Parts* are what a packed transfer consists of, each alone on one thread: gathering all chunks, writing them through
 NIXL from a buffer that is still in a cache, scattering them. Two processors that shared these evenly, and did nothing
@@ -24,6 +25,7 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -56,7 +58,7 @@ def agent(name: str, *, progress_thread: bool = True):
 
 
 def target(pipe: Connection, nbytes: int) -> None:
-    """The other process of NIXL's rows: registers memory and waits."""
+    """One process of NIXL's rows: registers memory and waits."""
     nixl = agent("target")
     memory = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
     nixl.register_memory([(memory.ctypes.data, nbytes, 0, "")], "DRAM")
@@ -64,55 +66,96 @@ def target(pipe: Connection, nbytes: int) -> None:
     pipe.recv()
 
 
+def initiator(pipe: Connection, nbytes: int, metadata: bytes, remote: int) -> None:
+    """The other one: moves what it is told to, and says how long that took."""
+    nixl = agent("initiator", progress_thread=False)
+    memory = np.ones(nbytes, np.uint8)
+    nixl.register_memory([(memory.ctypes.data, nbytes, 0, "")], "DRAM")
+    peer = nixl.add_remote_agent(metadata)
+    prepared = {}
+    while (message := pipe.recv()) is not None:
+        number, what = message
+        if what is not None:
+            operation, block_bytes, *ids = what
+            sides = []
+            for name, base, side in (("", memory.ctypes.data, ids[0]), (peer, remote, ids[1])):
+                rows = np.zeros((len(side), 3), np.uint64)
+                rows[:, 0] = base + side.astype(np.uint64) * np.uint64(block_bytes)
+                rows[:, 1] = block_bytes
+                sides.append(nixl.prep_xfer_dlist(name, rows, "DRAM"))
+            prepared[number] = operation, sides, np.arange(len(ids[0]), dtype=np.int32)
+            pipe.send(None)
+            continue
+        operation, sides, every = prepared[number]
+        started = time.perf_counter()
+        handle = nixl.make_prepped_xfer(operation, sides[0], every, sides[1], every)
+        state = nixl.transfer(handle)
+        while state == "PROC":
+            state = nixl.check_xfer_state(handle)
+        handle.release()
+        pipe.send(time.perf_counter() - started if state == "DONE" else state)
+
+
 class Nixl:
     """NIXL's rows: the same blocks by prepared descriptor lists, and all bytes in one descriptor."""
 
-    def __init__(self, nbytes: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=target, args=(theirs, nbytes), daemon=True)
-        self._process.start()
-        self._nixl = agent("initiator", progress_thread=False)
-        self._memory = np.ones(nbytes, np.uint8)
-        self._nixl.register_memory([(self._memory.ctypes.data, nbytes, 0, "")], "DRAM")
-        metadata, self._remote = self._pipe.recv()
-        self._peer = self._nixl.add_remote_agent(metadata)
+    def __init__(self, nbytes: int, *, elsewhere: str = sys.executable) -> None:
+        """`elsewhere`: a Python that runs on the host of the target."""
+        self._context, self._processes, self._pipes = multiprocessing.get_context("spawn"), [], []
+        self._movers = 0
+        self._start(target, elsewhere, nbytes)
+        self._start(initiator, sys.executable, nbytes, *self._pipes[0].recv())
         self._rest()
 
+    def _start(self, body: Callable[..., None], python: str, *arguments: object) -> None:
+        pipe, theirs = self._context.Pipe()
+        self._context.set_executable(python)
+        process = self._context.Process(target=body, args=(theirs, *arguments), daemon=True)
+        process.start()
+        self._pipes.append(pipe)
+        self._processes.append(process)
+
     def _rest(self) -> None:
-        os.kill(self._process.pid, signal.SIGSTOP)
+        for process in self._processes:
+            os.kill(process.pid, signal.SIGSTOP)
 
     def _work(self) -> None:
-        os.kill(self._process.pid, signal.SIGCONT)
+        for process in self._processes:
+            os.kill(process.pid, signal.SIGCONT)
 
     def close(self) -> None:
-        """End the other process."""
+        """End both processes."""
         self._work()
-        self._pipe.send(None)
-        self._process.join()
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.send(None)
+            process.join()
 
     def mover(self, operation: str, block_bytes: int, local_ids: np.ndarray, remote_ids: np.ndarray):
-        """A function that moves these blocks by READ or WRITE."""
-        sides = []
-        for name, base, ids in (("", self._memory.ctypes.data, local_ids), (self._peer, self._remote, remote_ids)):
-            rows = np.zeros((len(ids), 3), np.uint64)
-            rows[:, 0] = base + ids.astype(np.uint64) * np.uint64(block_bytes)
-            rows[:, 1] = block_bytes
-            sides.append(self._nixl.prep_xfer_dlist(name, rows, "DRAM"))
-        every = np.arange(len(local_ids), dtype=np.int32)
+        """A function that moves these blocks by READ or WRITE, and returns the seconds that took."""
+        number, self._movers = self._movers, self._movers + 1
+        self._ask((number, (operation, block_bytes, local_ids, remote_ids)))
 
-        def move(_: None) -> None:
-            self._work()
-            handle = self._nixl.make_prepped_xfer(operation, sides[0], every, sides[1], every)
-            state = self._nixl.transfer(handle)
-            while state == "PROC":
-                state = self._nixl.check_xfer_state(handle)
-            if state != "DONE":
-                raise RuntimeError(f"NIXL says {state}")
-            handle.release()
-            self._rest()
+        def move(_: None) -> float:
+            seconds = self._ask((number, None))
+            if not isinstance(seconds, float):
+                raise RuntimeError(f"NIXL says {seconds}")
+            return seconds
 
         return move
+
+    def _ask(self, message: object) -> object:
+        self._work()
+        self._pipes[1].send(message)
+        answer = self._pipes[1].recv()
+        self._rest()
+        return answer
+
+
+def clock(call: Callable[[], float | None]) -> float:
+    """Seconds of a call: what it says itself, else by the clock."""
+    started = time.perf_counter()
+    seconds = call()
+    return time.perf_counter() - started if seconds is None else seconds
 
 
 def parts(nixl: Nixl, layout: kvxfer.CacheLayout, memory: np.ndarray, src_ids: np.ndarray, dst_ids: np.ndarray) -> dict:
@@ -122,11 +165,12 @@ def parts(nixl: Nixl, layout: kvxfer.CacheLayout, memory: np.ndarray, src_ids: n
     chunks, first = list(plan.chunks(CHUNK_BYTES)), np.zeros(1, np.int32)
     write = nixl.mover("WRITE", CHUNK_BYTES, first, first)
     functions = {
-        "gather_s": lambda _: [prepared.gather(chunk, places, buffer.ctypes.data) for chunk in chunks],
-        "wire_s": lambda _: [write(None) for _ in chunks],
-        "scatter_s": lambda _: [prepared.scatter(chunk, buffer.ctypes.data, places) for chunk in chunks],
+        "gather_s": lambda _: any(prepared.gather(chunk, places, buffer.ctypes.data) for chunk in chunks) or None,
+        "wire_s": lambda _: sum(write(None) for _ in chunks),
+        "scatter_s": lambda _: any(prepared.scatter(chunk, buffer.ctypes.data, places) for chunk in chunks) or None,
     }
-    seconds = {name: t.median_s for name, t in timing.measure_together(functions, [None], calls=7).items()}
+    measured = timing.measure_together(functions, [None], calls=7, clock=clock)
+    seconds = {name: timing_.median_s for name, timing_ in measured.items()}
     return {**seconds, "bound_gigabytes_per_s": plan.nbytes / (sum(seconds.values()) / 2) / 1e9}
 
 
@@ -156,7 +200,7 @@ def bench_blocks(
         connectors.append(connector)
         cache = connector.register(arrays, layout, name=name)
         functions[row] = fetcher(cache, collections.deque(tickets), dst_ids, row, chosen)
-    results = timing.measure_together(functions, [None], calls=calls)
+    results = timing.measure_together(functions, [None], calls=calls, clock=clock)
     for connector in connectors:
         connector.close()
     apart = parts(nixl, layout, arrays["kv"], src_ids, dst_ids)
