@@ -66,6 +66,7 @@ class ProgressThread:
         self._sockets: dict[zmq.Socket, Callable[[], None]] = {}
         self._awaited: list[tuple[Callable[[], bool], Callable[[BaseException | None], None]]] = []
         self._pause_s = _FIRST_PAUSE_S
+        self._seen_at = 0.0  # when the last one was seen to have ended
         self._poller = zmq.Poller()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake_fd, zmq.POLLIN)
@@ -118,8 +119,8 @@ class ProgressThread:
         self.post(lambda: self._await((poll, then)))
 
     def _await(self, entry: tuple[Callable[[], bool], Callable[[BaseException | None], None]]) -> None:
-        if not self._awaited:
-            self._pause_s = _FIRST_PAUSE_S
+        if not self._awaited and time.monotonic() - self._seen_at > self._pause_s:
+            self._pause_s = _FIRST_PAUSE_S  # it is not one of a series
         self._awaited.append(entry)
 
     def watch(self, socket: zmq.Socket, on_readable: Callable[[], None]) -> None:
@@ -187,6 +188,7 @@ class ProgressThread:
             except Exception as failure:
                 error = failure
             self._pause_s = max(_FIRST_PAUSE_S, self._pause_s / 4)  # the next one often takes as long as this one
+            self._seen_at = time.monotonic()
             _guarded(lambda then=then, error=error: then(error))
 
     def _timeout_ms(self) -> float | None:

@@ -30,7 +30,7 @@ from kvxfer.formats import HEADER_BYTES, ChunkHeader
 from kvxfer.kernels import PreparedPackedPlan
 from kvxfer.peers.remote import Peer, RemoteCache
 from kvxfer.plan import Chunk
-from kvxfer.transfers.moves import await_operation
+from kvxfer.transfers.moves import InOrder
 from kvxfer.transfers.staging import SLOTS, Loan, StagingRing
 from kvxfer.transfers.transfer import Transfer
 from kvxfer.transfers.workers import ChunkWorkers, workers_for
@@ -108,6 +108,7 @@ class PackedSource:
         if offer.offset + offer.slots * offer.slot_bytes > staging.nbytes:
             raise BackendError(f"the peer lends staging beyond its {staging.nbytes} bytes")
         self._outbox: StagingRing | None = None
+        self._writes = InOrder(node)
         if staging.mapped_address is None:
             self._outbox = node.ring("outbox", cache.device if offer.headers_apart else "cpu")
             if offer.slot_bytes > self._outbox.nbytes:
@@ -221,7 +222,7 @@ class PackedSource:
                     run = np.array([[loan.address(), remote, nbytes]], np.uint64)
                     operation = self._peer.link.post(Direction.WRITE, run)
                     if not operation.poll():
-                        await_operation(self._node, operation, lambda failure: written(loan, header, failure))
+                        self._writes.add(operation, lambda failure: written(loan, header, failure))
                         return
                 except Exception as failure:
                     error = as_kvxfer_error(failure)
