@@ -62,6 +62,8 @@ def test_what_transfers_took_decides_in_the_end(road: Pair, slow: str, guess: Co
         delay_s = 10 * max(fetch(one_way).seconds for _ in range(3))
         fetch(either)
         [peer] = either._node.directory.peers.values()
+        while peer.costs is None:  # else the measurement might come after the guess
+            time.sleep(0.01)
         peer.costs, peer.chooser = guess, None
         owner, method = {"direct": (NixlLink, "post"), "packed": (PackedSink, "take")}[slow]
         original = getattr(owner, method)
