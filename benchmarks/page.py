@@ -62,29 +62,40 @@ def nixl(name: str) -> str:
         return f"{row['gigabytes_per_s']:.2f} ({row['low']:.2f} to {row['high']:.2f}), x{row['of_ceiling']:.2f}{way}"
 
     body = [[kind, *(cell(cells[kind, size]) for size in sizes)] for kind in kinds]
-    apart = {parts["block_kib"]: parts for parts in result["parts"]}
-    for name in ("gather", "wire", "scatter"):
-        body.append([f"part: {name}, one thread"])
-        for size in sizes:
-            moved = sum(apart[size][f"{part}_s"] for part in ("gather", "wire", "scatter"))
-            rate = apart[size]["bound_gigabytes_per_s"] * moved / 2 / apart[size][f"{name}_s"]
-            body[-1].append(f"{rate:.2f}")
-    best = {
-        s: max(row["gigabytes_per_s"] / row["of_ceiling"] for row in result["rows"] if row["block_kib"] == s)
-        for s in sizes
-    }
-    bounds = [(size, apart[size]["bound_gigabytes_per_s"]) for size in sizes]
-    body.append(
-        ["bound: two cores share the parts", *(f"{bound:.2f}, x{bound / best[size]:.2f}" for size, bound in bounds)]
-    )
+    body += _parts(result, sizes)
     rest = "; ".join(f"{who} {share:.3f}" for who, share in result["at_rest"].items())
     head = ["GB/s: median (quartiles), ratio to the better ceiling", *(f"{size} KiB blocks" for size in sizes)]
-    return f"{tables.markdown(head, body)}\n\nOf a core at rest: {rest}.\n\n{_where(environment)}"
+    age = "" if "parts" in result else "Measured before the packed way was reworked, and not since. "
+    return f"{tables.markdown(head, body)}\n\n{age}Of a core at rest: {rest}.\n\n{_where(environment)}"
+
+
+def _parts(result: dict, sizes: list[int]) -> list[list[str]]:
+    """Rows of what a packed transfer consists of, and what two cores that share it would reach."""
+    apart = {parts["block_kib"]: parts for parts in result.get("parts", [])}
+    if not apart:
+        return []
+    names = ("gather", "wire", "scatter")
+    best = {row["block_kib"]: row["gigabytes_per_s"] / row["of_ceiling"] for row in result["rows"]}
+    bound = {size: apart[size]["bound_gigabytes_per_s"] for size in sizes}
+    gigabytes = {size: bound[size] * sum(apart[size][f"{name}_s"] for name in names) / 2 for size in sizes}
+    return [
+        *(
+            [f"part: {name}, one core", *(f"{gigabytes[size] / apart[size][f'{name}_s']:.2f}" for size in sizes)]
+            for name in names
+        ),
+        [
+            "bound: two cores share the parts",
+            *(f"{bound[size]:.2f}, x{bound[size] / best[size]:.2f}" for size in sizes),
+        ],
+    ]
 
 
 def nixl_link(*names: str) -> str:
     """NIXL between two hosts, over links of given rates."""
     environments, rows, columns = [], {}, []
+    names = tuple(name for name in names if (RESULTS / name).exists())
+    if not names:
+        return "Not run yet with this version: `benchmarks/bench_link.py` makes this table."
     for name in names:
         environment, [result] = load(name)
         environments.append(environment)
@@ -102,6 +113,8 @@ def nixl_link(*names: str) -> str:
 
 def nixl_cost() -> str:
     """What packed transfers over NIXL cost beside time."""
+    if not (RESULTS / "nixl_cost.json").exists():
+        return "Not run yet with this version: `benchmarks/bench_nixl_cost.py` makes this table."
     environment, [result] = load("nixl_cost.json")
     whose = ("copies", "engine", "kvxfer", "NIXL")
     body = [
