@@ -5,6 +5,14 @@
 Rows: ours (a whole fetch, from the call to the confirmed end), the peer (NIXL's own API handed a descriptor for every
 block, prepared beforehand, written or read), and the ceiling of the same run (the same bytes in one descriptor, written
 or read, whichever is faster). Bytes are counted once. ``--tcp`` keeps UCX off shared memory, as between hosts.
+
+A progress thread of NIXL's Python class takes a whole core, also at rest. So that NIXL's agents do not slow kvxfer's
+rows down, they have processes of their own, which are stopped but for their own rows; and the one that moves bytes
+makes progress by polling instead, so that it does not compete with itself either.
+
+*Parts* are what a packed transfer consists of, each alone on one thread: gathering all chunks, writing them through
+NIXL from a buffer that is still in a cache, scattering them. Two processors that shared these evenly, and did nothing
+else, would reach the *bound*.
 """
 
 from __future__ import annotations
@@ -14,8 +22,10 @@ import collections
 import multiprocessing
 import os
 import secrets
+import signal
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -27,20 +37,28 @@ import timing
 
 import kvxfer
 from kvxfer.connector import WAYS
+from kvxfer.kernels import PreparedPlan, bases
+from kvxfer.plan import join
+from kvxfer.transfers.staging import CHUNK_BYTES
 
 BLOCK_KIB = (4, 16, 64)
-ROWS = {"kvxfer packed": ("packed",), "kvxfer direct": ("direct",), "kvxfer as it chooses": WAYS}
+ROWS = {
+    "kvxfer packed": ("packed",),
+    "kvxfer packed ahead": ("packed",),
+    "kvxfer direct": ("direct",),
+    "kvxfer as it chooses": WAYS,
+}
 
 
-def agent(name: str):
+def agent(name: str, *, progress_thread: bool = True):
     """An agent as NIXL's own Python class makes it."""
-    from nixl_cu13 import nixl_agent
+    from nixl_cu13 import nixl_agent, nixl_agent_config
 
-    return nixl_agent(name)
+    return nixl_agent(name, nixl_agent_config(enable_prog_thread=progress_thread))
 
 
 def target(pipe: Connection, nbytes: int) -> None:
-    """The other process of NIXL's rows: registers memory and waits."""
+    """One process of NIXL's rows: registers memory and waits."""
     nixl = agent("target")
     memory = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
     nixl.register_memory([(memory.ctypes.data, nbytes, 0, "")], "DRAM")
@@ -48,50 +66,118 @@ def target(pipe: Connection, nbytes: int) -> None:
     pipe.recv()
 
 
+def initiator(pipe: Connection, nbytes: int, metadata: bytes, remote: int) -> None:
+    """The other one: moves what it is told to, and says how long that took."""
+    nixl = agent("initiator", progress_thread=False)
+    memory = np.ones(nbytes, np.uint8)
+    nixl.register_memory([(memory.ctypes.data, nbytes, 0, "")], "DRAM")
+    peer = nixl.add_remote_agent(metadata)
+    prepared = {}
+    while (message := pipe.recv()) is not None:
+        number, what = message
+        if what is not None:
+            operation, block_bytes, *ids = what
+            sides = []
+            for name, base, side in (("", memory.ctypes.data, ids[0]), (peer, remote, ids[1])):
+                rows = np.zeros((len(side), 3), np.uint64)
+                rows[:, 0] = base + side.astype(np.uint64) * np.uint64(block_bytes)
+                rows[:, 1] = block_bytes
+                sides.append(nixl.prep_xfer_dlist(name, rows, "DRAM"))
+            prepared[number] = operation, sides, np.arange(len(ids[0]), dtype=np.int32)
+            pipe.send(None)
+            continue
+        operation, sides, every = prepared[number]
+        started = time.perf_counter()
+        handle = nixl.make_prepped_xfer(operation, sides[0], every, sides[1], every)
+        state = nixl.transfer(handle)
+        while state == "PROC":
+            state = nixl.check_xfer_state(handle)
+        handle.release()
+        pipe.send(time.perf_counter() - started if state == "DONE" else state)
+
+
 class Nixl:
     """NIXL's rows: the same blocks by prepared descriptor lists, and all bytes in one descriptor."""
 
-    def __init__(self, nbytes: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=target, args=(theirs, nbytes), daemon=True)
-        self._process.start()
-        self._nixl = agent("initiator")
-        self._memory = np.ones(nbytes, np.uint8)
-        self._nixl.register_memory([(self._memory.ctypes.data, nbytes, 0, "")], "DRAM")
-        metadata, self._remote = self._pipe.recv()
-        self._peer = self._nixl.add_remote_agent(metadata)
-        self._nbytes = nbytes
+    def __init__(self, nbytes: int, *, elsewhere: str = sys.executable) -> None:
+        """`elsewhere`: a Python that runs on the host of the target."""
+        self._context, self._processes, self._pipes = multiprocessing.get_context("spawn"), [], []
+        self._movers = 0
+        self._start(target, elsewhere, nbytes)
+        self._start(initiator, sys.executable, nbytes, *self._pipes[0].recv())
+        self._rest()
+
+    def _start(self, body: Callable[..., None], python: str, *arguments: object) -> None:
+        pipe, theirs = self._context.Pipe()
+        self._context.set_executable(python)
+        process = self._context.Process(target=body, args=(theirs, *arguments), daemon=True)
+        process.start()
+        self._pipes.append(pipe)
+        self._processes.append(process)
+
+    def _rest(self) -> None:
+        for process in self._processes:
+            os.kill(process.pid, signal.SIGSTOP)
+
+    def _work(self) -> None:
+        for process in self._processes:
+            os.kill(process.pid, signal.SIGCONT)
 
     def close(self) -> None:
-        """End the other process."""
-        self._pipe.send(None)
-        self._process.join()
+        """End both processes."""
+        self._work()
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.send(None)
+            process.join()
 
     def mover(self, operation: str, block_bytes: int, local_ids: np.ndarray, remote_ids: np.ndarray):
-        """A function that moves these blocks by READ or WRITE."""
-        sides = []
-        for name, base, ids in (("", self._memory.ctypes.data, local_ids), (self._peer, self._remote, remote_ids)):
-            rows = np.zeros((len(ids), 3), np.uint64)
-            rows[:, 0] = base + ids.astype(np.uint64) * np.uint64(block_bytes)
-            rows[:, 1] = block_bytes
-            sides.append(self._nixl.prep_xfer_dlist(name, rows, "DRAM"))
-        every = np.arange(len(local_ids), dtype=np.int32)
+        """A function that moves these blocks by READ or WRITE, and returns the seconds that took."""
+        number, self._movers = self._movers, self._movers + 1
+        self._ask((number, (operation, block_bytes, local_ids, remote_ids)))
 
-        def move(_: None) -> None:
-            handle = self._nixl.make_prepped_xfer(operation, sides[0], every, sides[1], every)
-            state = self._nixl.transfer(handle)
-            while state == "PROC":
-                state = self._nixl.check_xfer_state(handle)
-            if state != "DONE":
-                raise RuntimeError(f"NIXL says {state}")
-            handle.release()
+        def move(_: None) -> float:
+            seconds = self._ask((number, None))
+            if not isinstance(seconds, float):
+                raise RuntimeError(f"NIXL says {seconds}")
+            return seconds
 
         return move
 
+    def _ask(self, message: object) -> object:
+        self._work()
+        self._pipes[1].send(message)
+        answer = self._pipes[1].recv()
+        self._rest()
+        return answer
 
-def bench_blocks(peer: bench_shm.Prefill, secret: bytes, block_kib: int, megabytes: int, calls: int) -> list[dict]:
-    """All rows of one block size."""
+
+def clock(call: Callable[[], float | None]) -> float:
+    """Seconds of a call: what it says itself, else by the clock."""
+    started = time.perf_counter()
+    seconds = call()
+    return time.perf_counter() - started if seconds is None else seconds
+
+
+def parts(nixl: Nixl, layout: kvxfer.CacheLayout, memory: np.ndarray, src_ids: np.ndarray, dst_ids: np.ndarray) -> dict:
+    """Seconds of each part of a packed transfer, and GB/s of two processors that share them."""
+    plan = join([layout], layout)[0].plan({"full": src_ids}, {"full": dst_ids}, tokens=16 * len(src_ids))
+    prepared, places, buffer = PreparedPlan(plan), bases([memory.ctypes.data]), bench_shm.private(CHUNK_BYTES)
+    chunks, first = list(plan.chunks(CHUNK_BYTES)), np.zeros(1, np.int32)
+    write = nixl.mover("WRITE", CHUNK_BYTES, first, first)
+    functions = {
+        "gather_s": lambda _: any(prepared.gather(chunk, places, buffer.ctypes.data) for chunk in chunks) or None,
+        "wire_s": lambda _: sum(write(None) for _ in chunks),
+        "scatter_s": lambda _: any(prepared.scatter(chunk, buffer.ctypes.data, places) for chunk in chunks) or None,
+    }
+    measured = timing.measure_together(functions, [None], calls=7, clock=clock)
+    seconds = {name: timing_.median_s for name, timing_ in measured.items()}
+    return {**seconds, "bound_gigabytes_per_s": plan.nbytes / (sum(seconds.values()) / 2) / 1e9}
+
+
+def bench_blocks(
+    peer: bench_shm.Prefill, secret: bytes, block_kib: int, megabytes: int, calls: int
+) -> tuple[list[dict], dict]:
+    """All rows of one block size, and the parts."""
     block_bytes, count = block_kib << 10, (megabytes << 10) // block_kib
     total = block_bytes * count
     layout = bench_shm.layout_of(block_bytes, count)
@@ -109,17 +195,18 @@ def bench_blocks(peer: bench_shm.Prefill, secret: bytes, block_kib: int, megabyt
     for row, ways in ROWS.items():
         name = f"{row}-{block_kib}"
         peer.ask("register", name, layout, "private")
-        tickets, _ = peer.ask("publish", name, src_ids, calls + 3)
+        tickets, _ = peer.ask("pack" if "ahead" in row else "publish", name, src_ids, calls + 3)
         connector = kvxfer.Connector("decode", backends=["nixl"], ways=ways, secret=secret)
         connectors.append(connector)
         cache = connector.register(arrays, layout, name=name)
         functions[row] = fetcher(cache, collections.deque(tickets), dst_ids, row, chosen)
-    results = timing.measure_together(functions, [None], calls=calls)
+    results = timing.measure_together(functions, [None], calls=calls, clock=clock)
     for connector in connectors:
         connector.close()
+    apart = parts(nixl, layout, arrays["kv"], src_ids, dst_ids)
     nixl.close()
     ceiling = max(result.rate(total) for row, result in results.items() if row.startswith("ceiling"))
-    return [
+    rows = [
         {
             "block_kib": block_kib,
             "row": row,
@@ -131,13 +218,16 @@ def bench_blocks(peer: bench_shm.Prefill, secret: bytes, block_kib: int, megabyt
         }
         for row, result in results.items()
     ]
+    return rows, {"block_kib": block_kib, **apart}
 
 
 def fetcher(cache: kvxfer.Cache, tickets: collections.deque, ids: np.ndarray, row: str, chosen: dict[str, str]):
     """A function that fetches with the next ticket, and notes the way that was taken."""
 
     def fetch(_: None) -> None:
-        chosen[row] = cache.fetch(tickets.popleft(), into={"full": ids}, timeout_s=120).wait().way
+        stats = cache.fetch(tickets.popleft(), into={"full": ids}, timeout_s=120).wait()
+        assert stats.packed_ahead == ("ahead" in row), stats
+        chosen[row] = stats.way
 
     return fetch
 
@@ -180,7 +270,7 @@ def share_of_a_core(seconds: float) -> float:
     return (time.process_time() - used) / seconds
 
 
-def table(rows: list[dict], rest: dict[str, float]) -> str:
+def table(rows: list[dict], parts: list[dict], rest: dict[str, float]) -> str:
     """What a person reads."""
     lines = [f"{'block':>7}  {'what':<42} {'GB/s':>7} {'quartiles':>15} {'of ceiling':>10}  way"]
     for row in rows:
@@ -189,6 +279,10 @@ def table(rows: list[dict], rest: dict[str, float]) -> str:
             f"{row['block_kib']:>4} KiB  {row['row']:<42} {row['gigabytes_per_s']:>7.2f} {spread:>15} "
             f"{row['of_ceiling']:>10.2f}  {row['way']}"
         )
+    lines.append("")
+    for apart in parts:
+        times = ", ".join(f"{name} {1e3 * apart[f'{name}_s']:.1f} ms" for name in ("gather", "wire", "scatter"))
+        lines.append(f"{apart['block_kib']} KiB: {times}; bound {apart['bound_gigabytes_per_s']:.2f} GB/s")
     lines += ["", *(f"at rest: {name} {share:.3f} of a core" for name, share in rest.items())]
     return "\n".join(lines)
 
@@ -204,12 +298,15 @@ def main() -> None:
         os.environ["UCX_TLS"] = "tcp"
     rest = at_rest()
     secret = secrets.token_bytes(32)
-    peer = bench_shm.Prefill(secret, backends=["nixl"])
-    rows = [row for kib in BLOCK_KIB for row in bench_blocks(peer, secret, kib, args.megabytes, args.calls)]
+    shelf_bytes = (args.calls + 3) * ((args.megabytes << 20) + (1 << 20))
+    peer = bench_shm.Prefill(secret, backends=["nixl"], shelf_bytes=shelf_bytes)
+    found = [bench_blocks(peer, secret, kib, args.megabytes, args.calls) for kib in BLOCK_KIB]
     peer.pipe.close()
-    print(table(rows, rest))
+    rows, apart = [row for rows, _ in found for row in rows], [parts for _, parts in found]
+    print(table(rows, apart, rest))
     if args.json:
-        timing.save(args.json, timing.environment(tcp=args.tcp), [{"rows": rows, "at_rest": rest}])
+        result = {"rows": rows, "parts": apart, "at_rest": rest}
+        timing.save(args.json, timing.environment(tcp=args.tcp), [result])
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import mmap
 import multiprocessing
 import os
 import secrets
@@ -57,11 +58,17 @@ def allocate(layout: CacheLayout, memory: str) -> dict[str, np.ndarray]:
 
         largest = 256 if memory == "gpu" else 64
         return {r.name: cupy.random.randint(0, largest, r.nbytes, dtype=cupy.uint8) for r in layout.regions}
-    make = kvxfer.shared_empty if memory == "shared" else lambda nbytes: np.empty(nbytes, np.uint8)
+    make = kvxfer.shared_empty if memory == "shared" else private
     arrays = {region.name: make(region.nbytes) for region in layout.regions}
     for array in arrays.values():
         array[:] = np.random.default_rng(0).integers(0, 256, len(array), np.uint8)
     return arrays
+
+
+def private(nbytes: int) -> np.ndarray:
+    """Memory of this process that begins at a page, as engines' allocators give large tensors."""
+    memory = np.empty(nbytes + mmap.PAGESIZE, np.uint8)
+    return memory[-memory.ctypes.data % mmap.PAGESIZE :][:nbytes]
 
 
 def prefill(pipe: Connection, secret: bytes, gpu: str | None, backends: str | list[str], more: dict) -> None:
@@ -86,8 +93,12 @@ def prefill(pipe: Connection, secret: bytes, gpu: str | None, backends: str | li
                 _, name, blocks, times, *rest = message
                 lists, tokens = (blocks, rest[0]) if rest else ({"full": blocks}, 16 * len(blocks))
                 started = time.perf_counter()
-                leases = [caches[name].publish(lists, tokens=tokens, ttl_s=600) for _ in range(times)]
+                ahead = "raw" if message[0] == "pack" else None
+                packed = connector.metrics.packed_ahead_total.get("packed", 0) + times if ahead else 0
+                leases = [caches[name].publish(lists, tokens=tokens, ttl_s=600, pack_ahead=ahead) for _ in range(times)]
                 seconds = (time.perf_counter() - started) / times
+                while connector.metrics.packed_ahead_total.get("packed", 0) < packed:
+                    time.sleep(0.01)
                 pipe.send(([bytes(lease.ticket) for lease in leases], seconds))
 
 

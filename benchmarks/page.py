@@ -62,9 +62,76 @@ def nixl(name: str) -> str:
         return f"{row['gigabytes_per_s']:.2f} ({row['low']:.2f} to {row['high']:.2f}), x{row['of_ceiling']:.2f}{way}"
 
     body = [[kind, *(cell(cells[kind, size]) for size in sizes)] for kind in kinds]
+    body += _parts(result, sizes)
     rest = "; ".join(f"{who} {share:.3f}" for who, share in result["at_rest"].items())
     head = ["GB/s: median (quartiles), ratio to the better ceiling", *(f"{size} KiB blocks" for size in sizes)]
-    return f"{tables.markdown(head, body)}\n\nOf a core at rest: {rest}.\n\n{_where(environment)}"
+    age = "" if "parts" in result else "Measured before the packed way was reworked, and not since. "
+    return f"{tables.markdown(head, body)}\n\n{age}Of a core at rest: {rest}.\n\n{_where(environment)}"
+
+
+def _parts(result: dict, sizes: list[int]) -> list[list[str]]:
+    """Rows of what a packed transfer consists of, and what two cores that share it would reach."""
+    apart = {parts["block_kib"]: parts for parts in result.get("parts", [])}
+    if not apart:
+        return []
+    names = ("gather", "wire", "scatter")
+    best = {row["block_kib"]: row["gigabytes_per_s"] / row["of_ceiling"] for row in result["rows"]}
+    bound = {size: apart[size]["bound_gigabytes_per_s"] for size in sizes}
+    gigabytes = {size: bound[size] * sum(apart[size][f"{name}_s"] for name in names) / 2 for size in sizes}
+    return [
+        *(
+            [f"part: {name}, one core", *(f"{gigabytes[size] / apart[size][f'{name}_s']:.2f}" for size in sizes)]
+            for name in names
+        ),
+        [
+            "bound: two cores share the parts",
+            *(f"{bound[size]:.2f}, x{bound[size] / best[size]:.2f}" for size in sizes),
+        ],
+    ]
+
+
+def nixl_link(*names: str) -> str:
+    """NIXL between two hosts, over links of given rates."""
+    environments, rows, columns = [], {}, []
+    names = tuple(name for name in names if (RESULTS / name).exists())
+    if not names:
+        return "Not run yet with this version: `benchmarks/bench_link.py` makes this table."
+    for name in names:
+        environment, [result] = load(name)
+        environments.append(environment)
+        for row in result["rows"]:
+            column = f"{environment['rate']}, {row['block_kib']} KiB"
+            columns += [column] if column not in columns else []
+            spread = f"{row['gigabytes_per_s']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+            ratio = f"raw x{row['of_raw']:.2f}" if "nvfp4" in row["row"] else f"x{row['of_ceiling']:.2f}"
+            way = f" {row['way']}" if "chooses" in row["row"] else ""
+            rows.setdefault(row["row"], {})[column] = f"{spread}, {ratio}{way}"
+    body = [[kind, *(cells.get(column, "") for column in columns)] for kind, cells in rows.items()]
+    head = ["GB/s of bf16: median (quartiles), ratio to the better ceiling", *columns]
+    return f"{tables.markdown(head, body)}\n\n{_where({k: v for k, v in environments[0].items() if k != 'rate'})}"
+
+
+def nixl_cost() -> str:
+    """What packed transfers over NIXL cost beside time."""
+    if not (RESULTS / "nixl_cost.json").exists():
+        return "Not run yet with this version: `benchmarks/bench_nixl_cost.py` makes this table."
+    environment, [result] = load("nixl_cost.json")
+    whose = ("copies", "engine", "kvxfer", "NIXL")
+    body = [
+        [row["transport"], f"{row['gigabytes_per_s']:.2f}"]
+        + [f"{row['ms_per_gib'][who]:.1f} ms, {row['share_of_a_core'][who]:.3f}" for who in whose]
+        for row in result["processors"]
+    ]
+    staging, memory = result["staging"], result["memory"]
+    grown = ", ".join(f"{side} {grown / 1024:+,.0f} KiB" for side, grown in memory["grown_bytes"].items())
+    most, bound = (staging[name] >> 20 for name in ("most_lent_bytes", "bound_bytes"))
+    return (
+        tables.markdown(["transport", "GB/s", *(f"{who}: per GiB, of a core" for who in whose)], body)
+        + f"\n\nStaging: {staging['requests']} fetches of 4 MiB at once were lent at most {most} of {bound} MiB, with "
+        f"up to {staging['most_waiting']} of them in line. Resident memory, from transfer "
+        f"{memory['transfers'] // 10:,} to {memory['transfers']:,}: {grown}."
+        f"\n\n{_where(environment)}"
+    )
 
 
 def cuda_copy() -> str:
@@ -246,6 +313,8 @@ def main() -> None:
         "shm": shm,
         "nixl": lambda: nixl("nixl.json"),
         "nixl-tcp": lambda: nixl("nixl_tcp.json"),
+        "nixl-link": lambda: nixl_link("nixl_10gbit.json", "nixl_1gbit.json"),
+        "nixl-cost": nixl_cost,
         "cuda-copy": cuda_copy,
         "cuda-formats": cuda_formats,
         "cuda-ipc": cuda_ipc,

@@ -134,6 +134,7 @@ class Node:
         self.promises: dict[int, Lease | Reservation] = {}  # by slot of the lease table
         self.numbers = SlotNumbers(limits.lease_slots)
         self.active: set[Transfer] = set()
+        self.started = 0  # transfers ever
         self.foreign_releases = 0
         self.take_notice: Callable[[str, bytes], None] = lambda endpoint, payload: None
         self.transfers_total: collections.Counter[tuple[str, str]] = collections.Counter()  # by kind and state
@@ -269,6 +270,7 @@ class Node:
     def track(self, transfer: Transfer) -> None:
         """Have `close` end the transfer. Any thread."""
         self.active.add(transfer)
+        self.started += 1
 
         def ended() -> None:
             self.active.discard(transfer)

@@ -68,6 +68,7 @@ class ProgressThread:
         self._sockets: dict[zmq.Socket, Callable[[], None]] = {}
         self._awaited: list[tuple[Callable[[], bool], Callable[[BaseException | None], None]]] = []
         self._pause_s = _FIRST_PAUSE_S
+        self._seen_at = 0.0  # when the last one was seen to have ended
         self._poller = zmq.Poller()
         need_descriptors(1)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -134,8 +135,9 @@ class ProgressThread:
         self.post(lambda: self._await((poll, then)))
 
     def _await(self, entry: tuple[Callable[[], bool], Callable[[BaseException | None], None]]) -> None:
+        if not self._awaited and time.monotonic() - self._seen_at > self._pause_s:
+            self._pause_s = _FIRST_PAUSE_S  # it is not one of a series
         self._awaited.append(entry)
-        self._pause_s = _FIRST_PAUSE_S
 
     def watch(self, socket: zmq.Socket, on_readable: Callable[[], None]) -> None:
         """Call `on_readable` when the socket has messages. On this thread only."""
@@ -204,7 +206,8 @@ class ProgressThread:
                     continue
             except BaseException as failure:  # see _guarded
                 error = failure
-            self._pause_s = _FIRST_PAUSE_S
+            self._pause_s = max(_FIRST_PAUSE_S, self._pause_s / 4)  # the next one often takes as long as this one
+            self._seen_at = time.monotonic()
             _guarded(lambda then=then, error=error: then(error))
 
     def _timeout_ms(self) -> float | None:
@@ -280,6 +283,11 @@ class MoverPool:
         """Somebody depends on what is watched: look now."""
         with self._ready:
             self._ready.notify()
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that no thread has taken yet."""
+        return len(self._jobs)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Finish the queued jobs and end the threads; idempotent."""

@@ -14,6 +14,7 @@ import bisect
 import collections
 import hashlib
 import logging
+import mmap
 import os
 import threading
 import time
@@ -133,7 +134,7 @@ class NixlBackend(Backend):
 
     def allocate(self, nbytes: int) -> Registration:
         try:
-            memory = np.zeros(nbytes, np.uint8)
+            memory = _zeros(nbytes)
         except MemoryError as error:
             raise ResourceExhausted(f"no memory for {nbytes} bytes of lease table or staging") from error
         registration = self.register(memory.ctypes.data, nbytes)
@@ -342,6 +343,12 @@ class NixlLink(Link):
 
     def close(self) -> None:
         self._finalizer()
+
+
+def _zeros(nbytes: int) -> np.ndarray:
+    """Zeroed memory that begins at a page, so that what is copied to and from it can be moved by whole cache lines."""
+    memory = np.zeros(nbytes + mmap.PAGESIZE, np.uint8)
+    return memory[-memory.ctypes.data % mmap.PAGESIZE :][:nbytes]
 
 
 def _closes_both_ways(peer: Process) -> bool:

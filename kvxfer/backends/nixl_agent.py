@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 HOST = -1  # the device number of host memory
 _PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
-_PAUSE_US = 10_000  # of the progress thread at rest; events wake it, so nothing waits for this
+_PAUSE_US = 50_000  # of the progress thread at rest; events wake it, so nothing waits for this
 # Without these, UCX over TCP waits for a host that is cut off until the kernel gives up, a quarter of an hour or never.
 # What the environment says (UCX_TCP_USER_TIMEOUT=...) comes first.
 _UCX_CONFIG = {

@@ -12,7 +12,7 @@ import ctypes
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvxfer import kernels
 from kvxfer.backends.base import Backend, Costs, Link, RemoteRegion
@@ -24,6 +24,9 @@ from kvxfer.layout import CacheLayout
 from kvxfer.lease import ENDED, HEADER_BYTES, SLOT_BYTES, SLOT_WORDS
 from kvxfer.progress import waiting_for_a_peer
 from kvxfer.ticket import Record, Ticket, digest
+
+if TYPE_CHECKING:
+    from kvxfer.transfers.choice import Chooser
 
 _log = logging.getLogger(__name__)
 
@@ -196,6 +199,7 @@ class Peer:
         self.backend = ""
         self.link: Link | None = None
         self.costs: Costs | None = None  # of one-sided operations, once measured
+        self.chooser: Chooser | None = None  # between direct and packed, once it has chosen
         self.caches: dict[str, RemoteCache] = {}
         self.table: RemoteTable | None = None
         self.described = False

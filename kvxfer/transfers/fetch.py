@@ -105,6 +105,7 @@ class Fetch(Transfer):
         self._pulls: list[PullLeg | ShelfLeg] = []
         self._flights: list[Flight] = []
         self._moving = 0
+        self._alone, self._started_before = False, 0  # when it began: whether nothing else was under way
         self._after = after
         self._route_key = (ticket.cache, cache.name, ticket.fingerprint, wire, allow_missing)
         self.on_end(self._let_go)
@@ -167,6 +168,7 @@ class Fetch(Transfer):
         if not self.begin():
             return
         self._legs = legs
+        self._alone, self._started_before = len(legs) == len(self._node.active) == 1, self._node.started
         self._count(legs)
         self._move()
 
@@ -217,7 +219,7 @@ class Fetch(Transfer):
             make = source.join.plan if source.join.plain is None else source.join.plain.plan_checked
             return make(lists, dst_lists, tokens=ticket.tokens)
 
-        choice = choose_way(self._cache, source.cache, source.join, self._node, source.peer.costs, plain)
+        choice = choose_way(self._cache, source.cache, source.join, self._node, source.peer, plain)
         if choice.way == "packed":
             counts = {name: len(ids) for name, ids in lists.items()}
             plan = self._cache.prepare_packed(source.join.plan(counts, dst_lists, tokens=ticket.tokens))
@@ -489,6 +491,8 @@ class Fetch(Transfer):
                 live = table.word_state(self._ticket)
             if not live:
                 raise BackendError(f"the lease table of {leg.source.peer.identity.name} went back in time")
+        if self._alone and self._node.started == self._started_before and not self.stats.packed_ahead:
+            self._legs[0].choice.took(self.elapsed_s - self.stats.posted_s)
         if self.succeed():
             release(self._node, engine, self._ticket)
 

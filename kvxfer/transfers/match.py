@@ -8,17 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvxfer.backends.base import Costs
 from kvxfer.errors import FingerprintMismatch, NoCommonBackend
 from kvxfer.formats import PackedJoin, PackedPlan
 from kvxfer.formats.plan import Blocks
 from kvxfer.kernels import PreparedPackedPlan
 from kvxfer.layout import fingerprint_differences
 from kvxfer.node import Node
-from kvxfer.peers.remote import RemoteCache
+from kvxfer.peers.remote import Peer, RemoteCache
 from kvxfer.plan import TransferPlan
 from kvxfer.ticket import Ticket, fingerprint_digest
-from kvxfer.transfers.choice import Choice, choose
+from kvxfer.transfers.choice import Choice, Chooser
 
 if TYPE_CHECKING:
     from kvxfer.cache import Cache
@@ -72,14 +71,16 @@ def choose_way(
     remote: RemoteCache,
     joined: PackedJoin,
     node: Node,
-    costs: Costs | None,
+    peer: Peer,
     plain: Callable[[], TransferPlan],
 ) -> Choice:
-    """`best_way`, but between direct and packed the one that the link's `costs` speak for, where they are known."""
+    """`best_way`, but between direct and packed the one that the link's costs speak for, where they are known."""
     way = best_way(cache, remote, joined, node)
-    if way != "direct" or "packed" not in node.ways or costs is None:
+    if way != "direct" or "packed" not in node.ways or peer.costs is None:
         return Choice(way, "")
-    return choose(costs, plain())
+    if peer.chooser is None:
+        peer.chooser = Chooser(peer.costs, learns=node.costs is None)
+    return peer.chooser.choose(plain())
 
 
 def why_not_mapped(cache: Cache, remote: RemoteCache, node: Node) -> str:

@@ -8,7 +8,9 @@ Imports kernels, plan, backends/base, transfer, node (for its threads).
 
 from __future__ import annotations
 
+import collections
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -133,3 +135,34 @@ def await_operation(node: Node, operation: Operation, then: Callable[[KvxferErro
 
     node.under_way.add(operation)
     node.progress.until(operation.poll, ended)
+
+
+class InOrder:
+    """Operations over one link, which end in the order in which they were posted, or nearly so.
+
+    Only the oldest is looked at again and again. Any thread may add one.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._waiting: collections.deque[tuple[Operation, Callable[[KvxferError | None], None]]] = collections.deque()
+        self._lock = threading.Lock()
+
+    def add(self, operation: Operation, then: Callable[[KvxferError | None], None]) -> None:
+        """Have the progress thread call `then` once the operation has ended, with an error or None."""
+        self._node.under_way.add(operation)
+        with self._lock:
+            self._waiting.append((operation, then))
+            first = len(self._waiting) == 1
+        if first:
+            await_operation(self._node, operation, self._ended)
+
+    def _ended(self, error: KvxferError | None) -> None:
+        """The oldest has ended; progress thread."""
+        with self._lock:
+            operation, then = self._waiting.popleft()
+            following = self._waiting[0][0] if self._waiting else None
+        self._node.under_way.discard(operation)
+        if following is not None:
+            await_operation(self._node, following, self._ended)
+        then(error)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -29,9 +30,10 @@ from kvxfer.formats import HEADER_BYTES, ChunkHeader
 from kvxfer.kernels import PreparedPackedPlan
 from kvxfer.peers.remote import Peer, RemoteCache
 from kvxfer.plan import Chunk
-from kvxfer.transfers.moves import await_operation
+from kvxfer.transfers.moves import InOrder
 from kvxfer.transfers.staging import SLOTS, Loan, StagingRing
 from kvxfer.transfers.transfer import Transfer
+from kvxfer.transfers.workers import ChunkWorkers, workers_for
 
 if TYPE_CHECKING:
     from kvxfer.cache import Cache
@@ -78,6 +80,12 @@ def offer(node: Node, loan: Loan, wire: str) -> PackedOffer:
     )
 
 
+def together(slots: int) -> int:
+    """How many chunks of a loan are announced, or given back, at once: a message costs more than its bytes, and the
+    other side has work meanwhile."""
+    return max(1, slots // 4)
+
+
 class PackedSource:
     """The side that gathers. `written` is called once, on the progress thread, with an error or None."""
 
@@ -100,6 +108,7 @@ class PackedSource:
         if offer.offset + offer.slots * offer.slot_bytes > staging.nbytes:
             raise BackendError(f"the peer lends staging beyond its {staging.nbytes} bytes")
         self._outbox: StagingRing | None = None
+        self._writes = InOrder(node)
         if staging.mapped_address is None:
             self._outbox = node.ring("outbox", cache.device if offer.headers_apart else "cpu")
             if offer.slot_bytes > self._outbox.nbytes:
@@ -112,18 +121,22 @@ class PackedSource:
         self._src_bases = cache.bases
         self._staging, self._offer = staging, offer
         self._written: Callable[[KvxferError | None], None] | None = written
-        self._free = collections.deque(range(offer.slots))
+        self._free = list(range(offer.slots))  # the last one given back is used first: it may still be in a cache
         self._lent: set[int] = set()  # slots that hold a chunk the peer has not given back
         self._queue: collections.deque[tuple[int, int, Chunk]] = collections.deque()
         self._unqueued = len(stages)
-        self._gathering = 0
+        self._under_way = 0  # chunks that have left the queue and were not announced to the peer yet
+        self._ended: list[tuple[ChunkMessage, KvxferError | None]] = []  # of these, which are written or have failed
+        self._lock = threading.Lock()  # of free slots, queue, and what is under way
+        self._workers = ChunkWorkers(node.pool, self._take, most=workers_for(node.limits))
         self._stopped: KvxferError | None = None
 
     def queue_stage(self, stage: int) -> None:
         """The stage's bytes are there: gather it."""
         self._unqueued -= 1
         chunks = self._stages[stage].plan.chunks(self._offer.slot_bytes - HEADER_BYTES)
-        self._queue.extend((stage, index, chunk) for index, chunk in enumerate(chunks))
+        with self._lock:
+            self._queue.extend((stage, index, chunk) for index, chunk in enumerate(chunks))
         self._advance()
 
     def credit(self, slot: int) -> None:
@@ -131,57 +144,74 @@ class PackedSource:
         if slot not in self._lent:
             raise BackendError(f"the peer gave back slot {slot}, which it did not hold")
         self._lent.discard(slot)
-        self._free.append(slot)
+        with self._lock:
+            self._free.append(slot)
         self._advance()
 
     def stop(self, error: KvxferError) -> None:
         """Gather nothing more; `written` is called when what is under way has ended."""
-        if self._stopped is None:
-            self._stopped = error
-            self._queue.clear()
+        self._halt(error)
         self._advance()
 
+    def _halt(self, error: KvxferError) -> None:
+        if self._stopped is None:
+            self._stopped = error
+            with self._lock:
+                self._queue.clear()
+
     def _advance(self) -> None:
-        while self._queue and self._free and self._stopped is None:
-            self._gather(self._free.popleft(), *self._queue.popleft())
-        finished = self._stopped is not None or (not self._queue and not self._unqueued)
-        if finished and not self._gathering and self._written is not None:
+        self._announce()
+        self._workers.wake()
+        with self._lock:
+            finished = not self._queue and not self._under_way and (self._stopped is not None or not self._unqueued)
+        if finished and self._written is not None:
             written, self._written = self._written, None
             written(self._stopped)
 
+    def _take(self) -> Callable[[], None] | None:
+        """The gathering of the next chunk into a free slot. Any thread."""
+        with self._lock:
+            if not self._queue or not self._free:
+                return None
+            self._under_way += 1
+            return functools.partial(self._gather, self._free.pop(), *self._queue.popleft())
+
     def _gather(self, slot: int, stage: int, index: int, chunk: Chunk) -> None:
-        self._gathering += 1
+        """Mover thread."""
         at = self._offer.offset + slot * self._offer.slot_bytes
 
         def ended(header: bytes, error: KvxferError | None) -> None:  # any thread
-            self._node.progress.post(lambda: gathered(header, error))
-
-        def gathered(header: bytes, error: KvxferError | None) -> None:
-            self._gathering -= 1
-            if error is not None:
-                self.stop(error)
-            elif self._stopped is None:
-                self._lent.add(slot)
-                apart = header if self._offer.headers_apart else b""
-                self._peer.session.send(
-                    ChunkMessage(transfer=self._transfer, stage=stage, index=index, slot=slot, header=apart)
-                )
-            self._advance()
+            apart = header if self._offer.headers_apart else b""
+            message = ChunkMessage(transfer=self._transfer, stage=stage, index=index, slot=slot, header=apart)
+            with self._lock:
+                self._ended.append((message, error))
+                others = len(self._ended) < self._under_way or (self._queue and self._free)
+                due = not others or error is not None or len(self._ended) >= together(self._offer.slots)
+            if due:
+                self._node.progress.post(self._advance)
 
         if self._outbox is None:
-            address = self._staging.mapped_address + at
-            self._node.pool.submit(lambda: ended(*self._try_to_pack(stage, index, chunk, address)))
+            ended(*self._try_to_pack(stage, index, chunk, self._staging.mapped_address + at))
         else:
             self._through_outbox(stage, index, chunk, self._staging.remote_address + at, ended)
+
+    def _announce(self) -> None:
+        """Tell the peer of the chunks that have been written."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+            self._under_way -= len(ended)
+        for message, error in ended:
+            if error is not None:
+                self._halt(error)
+            elif self._stopped is None:
+                self._lent.add(message.slot)
+                self._peer.session.send(message)
 
     def _through_outbox(
         self, stage: int, index: int, chunk: Chunk, remote: int, ended: Callable[[bytes, KvxferError | None], None]
     ) -> None:
         """Gather into memory of this side and write that into the peer's, `remote`. `ended` is called once."""
         nbytes = HEADER_BYTES + chunk.wire_bytes
-
-        def granted(loan: Loan) -> None:
-            self._node.pool.submit(lambda: write(loan))
 
         def write(loan: Loan) -> None:
             header, error = b"", self._stopped
@@ -192,7 +222,7 @@ class PackedSource:
                     run = np.array([[loan.address(), remote, nbytes]], np.uint64)
                     operation = self._peer.link.post(Direction.WRITE, run)
                     if not operation.poll():
-                        await_operation(self._node, operation, lambda failure: written(loan, header, failure))
+                        self._writes.add(operation, lambda failure: written(loan, header, failure))
                         return
                 except Exception as failure:
                     error = as_kvxfer_error(failure)
@@ -202,7 +232,11 @@ class PackedSource:
             loan.give_back()
             ended(header, error)
 
-        self._outbox.borrow(nbytes, 1, granted)
+        loan = self._outbox.borrow_now(nbytes)
+        if loan is not None:
+            write(loan)
+        else:  # behind others, who may be waiting for peers
+            self._outbox.borrow(nbytes, 1, lambda loan: self._node.pool.submit(lambda: write(loan)))
 
     def _try_to_pack(self, stage: int, index: int, chunk: Chunk, address: int) -> tuple[bytes, KvxferError | None]:
         """Pack, and say what went wrong: whatever it is, the peer waits to hear. Mover thread."""
@@ -260,47 +294,66 @@ class PackedSink:
             for index, chunk in enumerate(plan.plan.chunks(loan.slot_bytes - HEADER_BYTES))
         }
         self._left = len(self._expected)
-        self._busy_slots: set[int] = set()
+        self._filled: set[int] = set()  # slots that the peer may not write into
+        self._ready: collections.deque[Callable[[], None]] = collections.deque()  # to be scattered
+        self._completed = False
+        self._scattering = 0  # these, and those that are being
+        self._ended: list[tuple[int, KvxferError | None]] = []  # slots whose chunks are in place, or have failed
+        self._lock = threading.Lock()  # of the three
+        self._workers = ChunkWorkers(node.pool, self._take, most=workers_for(node.limits))
 
     @property
     def busy(self) -> bool:
         """Whether a chunk is being scattered out of the staging."""
-        return bool(self._busy_slots)
+        return self._scattering > 0
 
     def take(self, message: ChunkMessage) -> None:
         """A chunk lies in a slot: scatter it. Raises BackendError for one that cannot be."""
-        if not 0 <= message.slot < self._loan.slots or message.slot in self._busy_slots:
+        if not 0 <= message.slot < self._loan.slots or message.slot in self._filled:
             raise BackendError(f"the peer filled staging slot {message.slot}, which is not its to fill")
         chunk = self._expected.pop((message.stage, message.index), None)
         if chunk is None:
             raise BackendError(f"the peer sent chunk {message.index} of stage {message.stage}, which is not awaited")
         if not self._transfer.hold():
             return
-        self._busy_slots.add(message.slot)
-        address = self._loan.address(message.slot)
+        self._filled.add(message.slot)
+        with self._lock:
+            self._scattering += 1
+            self._ready.append(functools.partial(self._scatter, message, chunk))
+        self._workers.wake()
 
-        def scatter() -> None:
-            error = None
-            try:
-                self._unpack(message, chunk, address)
-            except Exception as failure:  # whatever it is, the transfer must end
-                error = as_kvxfer_error(failure)
-            self._node.progress.post(lambda: scattered(error))
+    def _take(self) -> Callable[[], None] | None:
+        return self._ready.popleft() if self._ready else None
 
-        def scattered(error: KvxferError | None) -> None:
-            self._busy_slots.discard(message.slot)
-            if error is not None:
-                self._transfer.abort(error)
-            else:
-                self._transfer.advance(chunk.wire_bytes)
-                self._left -= 1
-                self._peer.session.send(Credit(transfer=self._id, slot=message.slot))
-                if not self._left:
-                    self._complete()
-            self._transfer.drop()
-            self._dropped()
+    def _scatter(self, message: ChunkMessage, chunk: Chunk) -> None:
+        """Mover thread."""
+        error = None
+        try:
+            self._unpack(message, chunk, self._loan.address(message.slot))
+            self._transfer.advance(chunk.wire_bytes)
+        except Exception as failure:  # whatever it is, the transfer must end
+            error = as_kvxfer_error(failure)
+            self._transfer.abort(error)
+        with self._lock:
+            self._scattering -= 1
+            self._ended.append((message.slot, error))
+            self._left -= error is None
+            due = not self._left or error is not None or len(self._ended) >= together(self._loan.slots)
+        self._transfer.drop()
+        if due or self._transfer.stopping or self._transfer.done():
+            self._node.progress.post(self._give_credit)
 
-        self._node.pool.submit(scatter)
+    def _give_credit(self) -> None:
+        with self._lock:
+            ended, self._ended = self._ended, []
+        for slot, error in ended:
+            self._filled.discard(slot)
+            if error is None:
+                self._peer.session.send(Credit(transfer=self._id, slot=slot))
+        if not self._left and not self._completed:
+            self._completed = True
+            self._complete()
+        self._dropped()
 
     def _unpack(self, message: ChunkMessage, chunk: Chunk, address: int) -> None:
         """A slot's chunk into the blocks, if its header is the one that this end expects. Mover thread."""

@@ -166,7 +166,7 @@ class Send(Transfer):
             make = joined.plan if joined.plain is None else joined.plain.plan_checked
             return make(self._src_lists, dst_lists, tokens=tokens, layer=layer)
 
-        choice = choose_way(self._cache, remote, joined, self._node, peer.costs, lambda: plain(layers[0]))
+        choice = choose_way(self._cache, remote, joined, self._node, peer, lambda: plain(layers[0]))
         way = choice.way
         if way == "packed":
             counts = {name: len(ids) for name, ids in dst_lists.items()}

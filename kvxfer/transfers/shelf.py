@@ -33,7 +33,7 @@ from kvxfer.node import Node
 from kvxfer.peers.remote import Published
 from kvxfer.plan import Chunk, PlanPart
 from kvxfer.ticket import Ticket
-from kvxfer.transfers.moves import await_operation
+from kvxfer.transfers.moves import InOrder
 from kvxfer.transfers.staging import SLOTS, Loan
 from kvxfer.transfers.transfer import Transfer
 
@@ -231,6 +231,7 @@ class ShelfLeg:
         self._prepared, self._dst_bases, self._moved = prepared, dst_bases, moved
         self._queue = collections.deque(shelved.chunks)
         self._slot_bytes = max(chunk.wire_bytes for chunk, _ in shelved.chunks)
+        self._reads = InOrder(node)
         self._loan: Loan | None = None
         self._line: object = None
         self._free: list[int] = []
@@ -276,7 +277,7 @@ class ShelfLeg:
         try:
             operation = self._link.post(Direction.READ, np.array([[address, remote, chunk.wire_bytes]], np.uint64))
             if not operation.poll():
-                await_operation(self._node, operation, lambda error: self._arrived(slot, chunk, address, error))
+                self._reads.add(operation, lambda error: self._arrived(slot, chunk, address, error))
                 return
         except KvxferError as error:
             self._ended(slot, error)
