@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvxfer import checks
-from kvxfer.backends.base import Backend, Costs, Operation, Registration
+from kvxfer.backends.base import Backend, ControlLine, Costs, Operation, Registration
 from kvxfer.control.channel import Channel, Session
 from kvxfer.control.messages import (
     CacheInfo,
@@ -30,6 +30,7 @@ from kvxfer.control.messages import (
     Description,
     Ended,
     Identity,
+    LinkMessage,
     Message,
     Pull,
     Refused,
@@ -316,8 +317,12 @@ class Node:
     def _allocate_on_gpu(self, nbytes: int, device: str) -> tuple[Registration, RegionHandles]:
         from kvxfer.cuda import DeviceMemory
 
-        memory = DeviceMemory(nbytes, device=int(device.removeprefix("cuda:")))
+        ordinal = int(device.removeprefix("cuda:"))
         reaching = {n: b for n, b in self.backends.items() if "cuda" in b.capabilities.devices}
+        maker = next(iter(reaching.values()), None)
+        memory = None if maker is None else maker.allocate_on_gpu(nbytes, ordinal)
+        if memory is None:
+            memory = DeviceMemory(nbytes, device=ordinal)
         registered = {name: b.register(memory.address, nbytes, device) for name, b in reaching.items()}
         self._memory.extend(registered.values())
         handles = RegionHandles(nbytes=nbytes, handles={name: r.handle for name, r in registered.items()})
@@ -443,6 +448,13 @@ class Node:
             lease.renew(min(message.ttl_s, self.limits.max_ttl_s))
 
     def _connected(self, peer: Peer) -> None:
+        def say(payload: bytes) -> None:
+            message = LinkMessage(backend=peer.backend, payload=payload)
+            self.progress.post(lambda: peer.session.send(message))
+
+        peer.link.converse(
+            ControlLine(say=say, until=self.progress.until, is_progress=lambda: self.progress.is_current)
+        )
         peer.costs = self.costs
         if peer.costs is None:
             self.pool.submit(peer.measure)
@@ -464,6 +476,8 @@ class Node:
             self._wind_up(session, message)
         elif isinstance(message, Description):
             self.directory.described(session, message)
+        elif isinstance(message, LinkMessage):
+            peer.hear(message)
         elif isinstance(message, Release):
             self._released(message)
         elif isinstance(message, Renew):

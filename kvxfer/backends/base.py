@@ -13,12 +13,13 @@ from __future__ import annotations
 import abc
 import enum
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from kvxfer.errors import DeadlineExceeded
+from kvxfer.errors import BackendError, DeadlineExceeded, KvxferError
 
 _PAUSE_S = 5e-6
 
@@ -97,12 +98,26 @@ def wait(operation: Operation, timeout_s: float, *, what: str) -> None:
         time.sleep(_PAUSE_S)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ControlLine:
+    """How a link talks to the peer's link of the same backend: over the control channel, authenticated and in order."""
+
+    say: Callable[[bytes], None]  # any thread; lost once the session has ended
+    until: Callable[[Callable[[], bool], Callable[[BaseException | None], None]], None]
+    """``until(poll, then)``: call `poll` on the progress thread until it is true or raises, then `then`. Any thread."""
+    is_progress: Callable[[], bool]  # whether the calling thread is the progress thread
+
+
 class Link(abc.ABC):
     """One peer, through one backend."""
 
     one_sided: bool  # whether `post` works with this peer: found out by trying when the link was made
     why_not_one_sided: str = ""
     one_sided_devices: frozenset[str] = frozenset({"cpu"})  # where memory may lie that `post` moves
+
+    announces: bool = False
+    """Whether the peer's link knows of a write before its bytes are there, and waits for them itself (`arrival`): the
+    peer may then be told at once that they come."""
 
     @abc.abstractmethod
     def open(self, handle: bytes, nbytes: int) -> RemoteRegion:
@@ -142,6 +157,23 @@ class Link(abc.ABC):
         """Whether nothing moves over this link any more, though the peer may live: a new link has to be made."""
         return False
 
+    def arrival(self, address: int) -> Operation | None:
+        """What to wait for before bytes that the peer has announced for `address` are read; None for nothing."""
+        return None
+
+    def converse(self, line: ControlLine) -> None:  # noqa: B027
+        """The session is open: what a backend uses whose two ends have to talk. Progress thread."""
+
+    def hear(self, payload: bytes) -> None:
+        """What the peer's link has said; hostile until checked. Empty: the peer uses another backend with this process.
+
+        Progress thread; must not block. Raises BackendError for what makes no sense.
+        """
+        raise BackendError("the peer's link speaks, and this backend's does not listen")
+
+    def hang_up(self, reason: KvxferError) -> None:  # noqa: B027
+        """The session has ended: nothing more is said or heard. Operations that need the peer's help end."""
+
     def doubt(self) -> None:  # noqa: B027
         """The peer has gone silent: from now on `lost` and `alive` are found out by trying."""
 
@@ -180,6 +212,11 @@ class Backend(abc.ABC):
 
         Used for lease tables and staging. Raises SharedMemoryFull or ResourceExhausted.
         """
+
+    def allocate_on_gpu(self, nbytes: int, ordinal: int) -> Any | None:
+        """Memory of a GPU for staging, where this backend needs a kind of its own: something with an `address` that is
+        freed when nobody holds it. None where ordinary memory will do. Raises ResourceExhausted."""
+        return None
 
     @abc.abstractmethod
     def hello(self) -> bytes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import os
 
@@ -87,8 +86,10 @@ def _take_defaults(args: argparse.Namespace) -> None:
     for name, default in (synthetic if args.synthetic else real).items():
         if getattr(args, name) is None:
             setattr(args, name, default)
-    backends = {entry.name for entry in importlib.metadata.entry_points(group="kvxfer.backends")}
-    if args.backend not in {"auto", *backends}:
+    from kvxfer.backends import discovery
+
+    backends = discovery.installed()
+    if args.backend not in {"auto", *backends, *discovery.ALIASES}:
         raise InvalidRequest(f"--backend is auto or one of {', '.join(sorted(backends))}; got {args.backend!r}")
     for name in ("tokens", "max_tokens"):
         if getattr(args, name) is not None:

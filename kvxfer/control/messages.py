@@ -99,6 +99,13 @@ class Bye(Message, tag="bye"):
     """This side closes in an orderly way."""
 
 
+class LinkMessage(Message, tag="link"):
+    """What one side's link of a backend says to the other's. Empty: this side does not use that backend with it."""
+
+    backend: str
+    payload: bytes
+
+
 class Release(Message, tag="release"):
     """Reader `reader` of `readers` is done with a lease."""
 
@@ -238,6 +245,7 @@ _ALL = (
     | Description
     | Ping
     | Bye
+    | LinkMessage
     | Release
     | Renew
     | Sources

@@ -153,31 +153,48 @@ class PackedSource:
         self._gathering += 1
         at = self._offer.offset + slot * self._offer.slot_bytes
 
+        early = self._outbox is not None and self._peer.link.announces
+
+        def coming(header: bytes) -> None:  # any thread; the other side waits for the bytes
+            if early:
+                self._node.progress.post(lambda: tell(header))
+
         def ended(header: bytes, error: KvxferError | None) -> None:  # any thread
             self._node.progress.post(lambda: gathered(header, error))
 
-        def gathered(header: bytes, error: KvxferError | None) -> None:
-            self._gathering -= 1
-            if error is not None:
-                self.stop(error)
-            elif self._stopped is None:
+        def tell(header: bytes) -> None:
+            if self._stopped is None:
                 self._lent.add(slot)
                 apart = header if self._offer.headers_apart else b""
                 self._peer.session.send(
                     ChunkMessage(transfer=self._transfer, stage=stage, index=index, slot=slot, header=apart)
                 )
+
+        def gathered(header: bytes, error: KvxferError | None) -> None:
+            self._gathering -= 1
+            if error is not None:
+                self.stop(error)
+            elif not early:
+                tell(header)
             self._advance()
 
         if self._outbox is None:
             address = self._staging.mapped_address + at
             self._node.pool.submit(lambda: ended(*self._try_to_pack(stage, index, chunk, address)))
         else:
-            self._through_outbox(stage, index, chunk, self._staging.remote_address + at, ended)
+            self._through_outbox(stage, index, chunk, self._staging.remote_address + at, coming, ended)
 
     def _through_outbox(
-        self, stage: int, index: int, chunk: Chunk, remote: int, ended: Callable[[bytes, KvxferError | None], None]
+        self,
+        stage: int,
+        index: int,
+        chunk: Chunk,
+        remote: int,
+        coming: Callable[[bytes], None],
+        ended: Callable[[bytes, KvxferError | None], None],
     ) -> None:
-        """Gather into memory of this side and write that into the peer's, `remote`. `ended` is called once."""
+        """Gather into memory of this side and write that into the peer's, `remote`. `coming` is called when that has
+        begun, `ended` once and last."""
         nbytes = HEADER_BYTES + chunk.wire_bytes
 
         def granted(loan: Loan) -> None:
@@ -191,6 +208,7 @@ class PackedSource:
                 try:
                     run = np.array([[loan.address(), remote, nbytes]], np.uint64)
                     operation = self._peer.link.post(Direction.WRITE, run)
+                    coming(header)
                     if not operation.poll():
                         await_operation(self._node, operation, lambda failure: written(loan, header, failure))
                         return
@@ -279,6 +297,12 @@ class PackedSink:
         self._busy_slots.add(message.slot)
         address = self._loan.address(message.slot)
 
+        def arrived(error: KvxferError | None) -> None:
+            if error is None:
+                self._node.pool.submit(scatter)
+            else:
+                scattered(error)
+
         def scatter() -> None:
             error = None
             try:
@@ -300,7 +324,11 @@ class PackedSink:
             self._transfer.drop()
             self._dropped()
 
-        self._node.pool.submit(scatter)
+        arrival = self._peer.link.arrival(address)
+        if arrival is None:
+            self._node.pool.submit(scatter)
+        else:
+            await_operation(self._node, arrival, arrived)
 
     def _unpack(self, message: ChunkMessage, chunk: Chunk, address: int) -> None:
         """A slot's chunk into the blocks, if its header is the one that this end expects. Mover thread."""
