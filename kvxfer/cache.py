@@ -31,6 +31,7 @@ from kvxfer.lease import Lease
 from kvxfer.node import Node
 from kvxfer.peers.remote import Peer
 from kvxfer.plan import BlockLists, TransferPlan, check_blocks
+from kvxfer.sizing import least_staging_bytes
 from kvxfer.ticket import Record, Ticket
 from kvxfer.transfers import shelf
 from kvxfer.transfers.fetch import Fetch
@@ -70,6 +71,7 @@ class Cache:
         self.bases = kernels.bases([region.address for region in self.layout.regions])
         self.block_bytes = {group.name: layout.block_bytes(group.name) for group in layout.groups}
         self.device = _one_device(layout)
+        _check_staging(node, layout)
         if self.device != "cpu":
             node.kernels.warm(self.device, node.limits.mover_threads)
         self.gates = None if self.device == "cpu" else node.kernels.lanes(self.device).gates
@@ -496,6 +498,17 @@ def _checked_scales(scales: Mapping[str, Mapping[str, float]], layout: CacheLayo
             checks.positive(f"the scale of {layer!r} {plane!r}", scale)
         checked[layer] = {plane: float(scale) for plane, scale in planes.items()}
     return checked
+
+
+def _check_staging(node: Node, layout: CacheLayout) -> None:
+    """BufferTooSmall where everything will go packed, and the staging takes not even one chunk."""
+    able = [backend.capabilities for backend in node.backends.values()]
+    needed, given = least_staging_bytes(layout), node.limits.staging_bytes
+    if given < needed and not any(abilities.mapped or abilities.one_sided for abilities in able):
+        raise BufferTooSmall(
+            f"{', '.join(node.backends)} moves every block through staging, which has {given} bytes; one chunk of this "
+            f"cache needs {needed}: raise Limits.staging_bytes to that at least (kvxfer size says what a load needs)"
+        )
 
 
 def _one_device(layout: CacheLayout) -> str:

@@ -1,9 +1,10 @@
 """A FAKE of nccl4py's surface and of a GPU, for tests of the NCCL backend's states on machines without either.
 
-It moves host memory over sockets. It is no substitute for runs on GPUs: it knows of NCCL what its documentation says and
-no more. What it is strict about, since the real one is silent there: a communicator is called by one thread at a time,
-on its own device; nothing is asked of it, or put on its stream, while it is in progress; and nobody is told that the
-other end has died: what waits for it waits until it is aborted, and a stream that waits for a signal even longer.
+It moves host memory over sockets. It is no substitute for runs on GPUs: it knows of NCCL what its documentation says
+and no more. What it is strict about, since the real one is silent there: a communicator is called by one thread at a
+time, on its own device; nothing is asked of it, or put on its stream, while it is in progress; and nobody is told
+that the other end has died: what waits for it waits until it is aborted, and a stream that waits for a signal even
+longer.
 Breaches are collected in `breaches`, and printed.
 """
 
@@ -22,7 +23,8 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any
+import weakref
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -82,22 +84,24 @@ class WaitSignalDesc:
 class FakeStream:
     """Calls, one after another, on a thread."""
 
-    by_address: dict[int, FakeStream] = {}
+    by_address: ClassVar[weakref.WeakValueDictionary[int, FakeStream]] = weakref.WeakValueDictionary()
     _addresses = itertools.count(0x1000, 16)
 
     def __init__(self) -> None:
         self.address = next(self._addresses)
         self.by_address[self.address] = self
-        self._calls: queue.SimpleQueue = queue.SimpleQueue()
+        self._calls = calls = queue.SimpleQueue()
         self.unlaunched: FakeComm | None = None  # in progress with something for this stream
-        threading.Thread(target=self._run, name=f"fake-stream-{self.address:#x}", daemon=True).start()
+        threading.Thread(target=_carry_out, args=(calls,), name="fake-stream", daemon=True).start()
+        weakref.finalize(self, calls.put, None)
 
     def enqueue(self, call: Any) -> None:
         self._calls.put(call)
 
-    def _run(self) -> None:
-        while True:
-            self._calls.get()()
+
+def _carry_out(calls: queue.SimpleQueue) -> None:
+    while (call := calls.get()) is not None:
+        call()
 
 
 class FakeEvent:
@@ -154,7 +158,7 @@ class FakeGpus(Gpus):
 class FakeComm:
     """One end of a socket. Rank 0 sends and puts; rank 1 receives, and has a thread that takes puts."""
 
-    open_ones: set[FakeComm] = set()
+    open_ones: ClassVar[set[FakeComm]] = set()
 
     def __init__(self, fake: FakeNccl, rank: int, listener: socket.socket | None, name: str) -> None:
         self._fake, self.rank = fake, rank

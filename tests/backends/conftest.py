@@ -101,3 +101,7 @@ def road(request: pytest.FixtureRequest) -> Iterator[Pair]:
         kvxfer.Connector("here", backends=[chosen(backend)], ways=(way,), secret=SECRET) as here,
     ):
         yield Pair(backend, way, memory, here, peer, (f"kv{i}" for i in itertools.count()))
+        if backend == "fake_nccl":
+            from tests.nccl_fake import breaches
+
+            assert breaches == peer.breaches() == []

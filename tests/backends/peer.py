@@ -132,6 +132,9 @@ class _Servant:
     def endpoint(self) -> str:
         return self.connector.endpoint
 
+    def breaches(self) -> list[str]:
+        return importlib.import_module("tests.nccl_fake").breaches
+
     def register(self, name: str, layout: CacheLayout, memory: str, seed: int | None) -> None:
         self.arrays[name] = make_arrays(layout, memory, seed)
         self.caches[name] = self.connector.register(self.arrays[name], placed(layout, memory), name=name)

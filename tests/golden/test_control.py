@@ -45,6 +45,7 @@ MESSAGES = {
     ),
     "ping": m.Ping(),
     "bye": m.Bye(),
+    "link": m.LinkMessage(backend="nccl", payload=b"\x01\x02"),
     "release": m.Release(slot=1, lease=2, reader=0, readers=4),
     "renew": m.Renew(slot=1, lease=2, ttl_s=30.0),
     "sources": m.Sources(key=5, cache="kv", into_cache="kv", layouts=(_LAYOUT,), index=0, first=0),
