@@ -81,6 +81,9 @@ class Costs:
 class Operation(abc.ABC):
     """Bytes under way. Buffers on either side stay untouched until `poll` has returned True or raised."""
 
+    announced: int = 0
+    """What the peer's link knows it by, for `Link.arrival`; 0 where the peer's link does not know of it."""
+
     @abc.abstractmethod
     def poll(self) -> bool:
         """Whether the last byte has moved; raises BackendError or PeerGone when the operation failed."""
@@ -114,10 +117,6 @@ class Link(abc.ABC):
     one_sided: bool  # whether `post` works with this peer: found out by trying when the link was made
     why_not_one_sided: str = ""
     one_sided_devices: frozenset[str] = frozenset({"cpu"})  # where memory may lie that `post` moves
-
-    announces: bool = False
-    """Whether the peer's link knows of a write before its bytes are there, and waits for them itself (`arrival`): the
-    peer may then be told at once that they come."""
 
     @abc.abstractmethod
     def open(self, handle: bytes, nbytes: int) -> RemoteRegion:
@@ -157,9 +156,13 @@ class Link(abc.ABC):
         """Whether nothing moves over this link any more, though the peer may live: a new link has to be made."""
         return False
 
-    def arrival(self, address: int) -> Operation | None:
-        """What to wait for before bytes that the peer has announced for `address` are read; None for nothing."""
-        return None
+    def arrival(self, address: int, announced: int) -> Operation:
+        """What to wait for before bytes are read that the peer's link has announced under a number for `address`.
+
+        For backends whose two ends take part: the peer is told of bytes that still are on their way. Each is asked for
+        once. Raises BackendError for what was not announced.
+        """
+        raise BackendError("this backend's links announce nothing")
 
     def converse(self, line: ControlLine) -> None:  # noqa: B027
         """The session is open: what a backend uses whose two ends have to talk. Progress thread."""

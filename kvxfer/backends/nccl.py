@@ -36,7 +36,7 @@ from kvxfer.backends.base import (
     Registration,
     RemoteRegion,
 )
-from kvxfer.backends.nccl_channel import Channel, Settings, Site, State, Taker, Writer
+from kvxfer.backends.nccl_channel import Channel, Crossing, Settings, Site, State, Taker, Writer
 from kvxfer.backends.nccl_library import Gpus, Library, WindowMemory
 from kvxfer.backends.nccl_messages import Accept, Answer, Failed, Go, Open, Put, Read, Taken, Window, decode, encode
 from kvxfer.backends.process import Process
@@ -47,6 +47,7 @@ _log = logging.getLogger(__name__)
 
 MAX_CTAS = 16  # like `Limits.max_sms`: the engine's kernels and collectives keep the rest
 _PIECE_BYTES = 256 << 10  # of what is read over the control channel
+_MAX_ARRIVALS = 4096
 _CLOSE_S = 5.0
 _HOST, _GPU = "host", "gpu"
 _unsettled: list[WindowMemory] = []  # of connectors that were closed while NCCL was at work: never freed
@@ -271,7 +272,6 @@ class NcclLink(Link):
 
     one_sided = False
     why_not_one_sided = "NCCL moves bytes only where both ends take part"
-    announces = True
 
     def __init__(self, backend: NcclBackend, hello: _Hello, host: Link | None) -> None:
         self._backend, self._host, self._process = backend, host, hello.process
@@ -279,7 +279,7 @@ class NcclLink(Link):
         self._line: ControlLine | None = None
         self._writer: Writer | None = None
         self._taker: Taker | None = None
-        self._arrivals: dict[int, Operation] = {}  # by address
+        self._arrivals: dict[int, Crossing] = {}  # by number; not asked for yet
         self._questions: dict[int, _Question] = {}
         self._keys = itertools.count(1)
         self._ended: KvxferError | None = None
@@ -314,9 +314,12 @@ class NcclLink(Link):
             )
         return self._channel(Writer).put(local, remote, nbytes)
 
-    def arrival(self, address: int) -> Operation | None:
+    def arrival(self, address: int, announced: int) -> Operation:
         with self._lock:
-            return self._arrivals.pop(address, None)
+            arrival = self._arrivals.pop(announced, None)
+        if arrival is None or arrival.local != address:
+            raise BackendError(f"the peer's link has not announced chunk {announced} for {address:#x}")
+        return arrival
 
     def read(self, remote_address: int, nbytes: int, *, timeout_s: float) -> bytes:
         until, pieces = time.monotonic() + timeout_s, []
@@ -376,7 +379,9 @@ class NcclLink(Link):
             taker.fail(error)
             raise
         with self._lock:
-            self._arrivals[said.address] = arrival
+            self._arrivals[arrival.announced] = arrival
+            while len(self._arrivals) > _MAX_ARRIVALS:  # of transfers that were stopped
+                del self._arrivals[next(iter(self._arrivals))]
         self._line.until(arrival.poll, lambda _: None)
 
     def _answer(self, said: Read) -> None:
@@ -419,14 +424,11 @@ class NcclLink(Link):
     def alive(self) -> bool | None:
         if self._host is not None:
             return self._host.alive()
-        if self._process.has_ended() and not self._may_be_put_into:
+        if self._process.has_ended():
             return False
-        # Between hosts a peer writes into memory of this process only while this process takes part.
-        return False if self.lost and self.is_at_rest and not self._may_be_put_into else None
-
-    @property
-    def _may_be_put_into(self) -> bool:
-        return self._taker is not None and self._taker.has_window
+        # What this side receives comes only while it takes part; what is put into a window comes whenever it does.
+        has_window = self._taker is not None and self._taker.has_window
+        return False if self.lost and self.is_at_rest and not has_window else None
 
     def hang_up(self, reason: KvxferError) -> None:
         with self._lock:

@@ -79,6 +79,7 @@ class Crossing(Operation):
 
     def __init__(self, channel: Channel, number: int, local: int, remote: int, nbytes: int) -> None:
         self.number, self.local, self.remote, self.nbytes = number, local, remote, nbytes
+        self.announced = number + 1
         self._channel = channel
         self.event: Event | None = None
         self.issued = self.passed = self.taken = self.is_put = False

@@ -195,13 +195,17 @@ class Grant(Message, tag="grant"):
 
 
 class Chunk(Message, tag="chunk"):
-    """Chunk `index` of stage `stage` lies in staging slot `slot`; its header, where headers come apart."""
+    """Chunk `index` of stage `stage` lies in staging slot `slot`; its header, where headers come apart.
+
+    With `announced` it may still be on its way: the receiving side's link knows under that number when it is there.
+    """
 
     transfer: int
     stage: int
     index: int
     slot: int
     header: bytes
+    announced: int
 
 
 class Credit(Message, tag="credit"):

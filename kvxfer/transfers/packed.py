@@ -59,7 +59,7 @@ def borrow(
     """
     total = sum(plan.plan.wire_bytes for plan in stages)
     largest = max((plan.plan.largest_segment_bytes for plan in stages), default=0)
-    slot_bytes = HEADER_BYTES + max(largest, min(node.limits.chunk_bytes - HEADER_BYTES, total))
+    slot_bytes = HEADER_BYTES + max(largest, min(min(node.limits.chunk_bytes, ring.nbytes) - HEADER_BYTES, total))
     slots = min(SLOTS, -(-total // slot_bytes) + 1)
     line = ring.borrow(slot_bytes, slots, lambda loan: node.progress.post(lambda: granted(loan)))
     return functools.partial(ring.forget, line)
@@ -153,29 +153,37 @@ class PackedSource:
         self._gathering += 1
         at = self._offer.offset + slot * self._offer.slot_bytes
 
-        early = self._outbox is not None and self._peer.link.announces
+        told = False
 
-        def coming(header: bytes) -> None:  # any thread; the other side waits for the bytes
-            if early:
-                self._node.progress.post(lambda: tell(header))
+        def coming(header: bytes, announced: int) -> None:  # any thread; the other side's link waits for the bytes
+            self._node.progress.post(lambda: tell(header, announced))
 
         def ended(header: bytes, error: KvxferError | None) -> None:  # any thread
             self._node.progress.post(lambda: gathered(header, error))
 
-        def tell(header: bytes) -> None:
+        def tell(header: bytes, announced: int) -> None:
+            nonlocal told
+            told = True
             if self._stopped is None:
                 self._lent.add(slot)
                 apart = header if self._offer.headers_apart else b""
                 self._peer.session.send(
-                    ChunkMessage(transfer=self._transfer, stage=stage, index=index, slot=slot, header=apart)
+                    ChunkMessage(
+                        transfer=self._transfer,
+                        stage=stage,
+                        index=index,
+                        slot=slot,
+                        header=apart,
+                        announced=announced,
+                    )
                 )
 
         def gathered(header: bytes, error: KvxferError | None) -> None:
             self._gathering -= 1
             if error is not None:
                 self.stop(error)
-            elif not early:
-                tell(header)
+            elif not told:
+                tell(header, 0)
             self._advance()
 
         if self._outbox is None:
@@ -190,11 +198,11 @@ class PackedSource:
         index: int,
         chunk: Chunk,
         remote: int,
-        coming: Callable[[bytes], None],
+        coming: Callable[[bytes, int], None],
         ended: Callable[[bytes, KvxferError | None], None],
     ) -> None:
-        """Gather into memory of this side and write that into the peer's, `remote`. `coming` is called when that has
-        begun, `ended` once and last."""
+        """Gather into memory of this side and write that into the peer's, `remote`. `ended` is called once and last;
+        `coming` before, where the peer's link knows that the bytes are on their way."""
         nbytes = HEADER_BYTES + chunk.wire_bytes
 
         def granted(loan: Loan) -> None:
@@ -208,7 +216,8 @@ class PackedSource:
                 try:
                     run = np.array([[loan.address(), remote, nbytes]], np.uint64)
                     operation = self._peer.link.post(Direction.WRITE, run)
-                    coming(header)
+                    if operation.announced:
+                        coming(header, operation.announced)
                     if not operation.poll():
                         await_operation(self._node, operation, lambda failure: written(loan, header, failure))
                         return
@@ -292,10 +301,11 @@ class PackedSink:
         chunk = self._expected.pop((message.stage, message.index), None)
         if chunk is None:
             raise BackendError(f"the peer sent chunk {message.index} of stage {message.stage}, which is not awaited")
+        address = self._loan.address(message.slot)
+        arrival = self._peer.link.arrival(address, message.announced) if message.announced else None
         if not self._transfer.hold():
             return
         self._busy_slots.add(message.slot)
-        address = self._loan.address(message.slot)
 
         def arrived(error: KvxferError | None) -> None:
             if error is None:
@@ -324,7 +334,6 @@ class PackedSink:
             self._transfer.drop()
             self._dropped()
 
-        arrival = self._peer.link.arrival(address)
         if arrival is None:
             self._node.pool.submit(scatter)
         else:

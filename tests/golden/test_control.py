@@ -74,7 +74,7 @@ MESSAGES = {
         allow_missing=False,
     ),
     "grant": m.Grant(transfer=9, offer=_OFFER),
-    "chunk": m.Chunk(transfer=9, stage=0, index=2, slot=1, header=b"\x05"),
+    "chunk": m.Chunk(transfer=9, stage=0, index=2, slot=1, header=b"\x05", announced=4),
     "credit": m.Credit(transfer=9, slot=1),
     "stop": m.Stop(transfer=9),
     "ended": m.Ended(transfer=9, error="Cancelled", reason="why"),

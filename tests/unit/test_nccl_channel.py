@@ -209,7 +209,7 @@ def test_a_communicator_that_is_not_made_ends_both_ends(who):
         two.wait(lambda: ended(crossing))
     two.wait(lambda: two.taker.state is two.writer.state is State.FAILED)
     with pytest.raises(KvxferError):
-        ended(*two.arrivals)
+        two.wait(lambda: ended(*two.arrivals))
     with pytest.raises(KvxferError):
         two.put(1)
     until(lambda: nccl_fake.open_communicators() == 0, LONG_S)
@@ -236,7 +236,7 @@ def test_a_communicator_that_fails_later_ends_both_ends():
         two.wait(lambda: ended(crossing))
     two.wait(lambda: two.taker.state is State.FAILED)
     with pytest.raises(BackendError, match="the cable was pulled"):
-        ended(two.arrivals[-1])
+        two.wait(lambda: ended(two.arrivals[-1]))
 
 
 def test_a_writer_whose_taker_stands_still_gives_up():
