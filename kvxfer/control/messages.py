@@ -3,6 +3,7 @@
 Protocol history:
   1  (2026-11)  first version
   2  (2026-11)  slots of the lease table have 64 bytes, with words for streams and the shelf, which descriptions name
+  3  (2026-11)  links of a backend may speak to each other; a chunk may be told of before its bytes are there
 
 Imports msgspec, layout and errors.
 """
@@ -16,7 +17,7 @@ import msgspec
 from kvxfer.errors import ProtocolMismatch
 from kvxfer.layout import CacheLayout
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 1 << 20
 
 
