@@ -8,8 +8,10 @@ import multiprocessing
 import os
 import secrets
 import signal
+import threading
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -57,6 +59,18 @@ def _put(values: np.ndarray, memory: str) -> Any:
 def read(arrays: dict[str, Any]) -> dict[str, np.ndarray]:
     """What arrays hold now, in host memory."""
     return {name: np.array(array) if isinstance(array, np.ndarray) else array.get() for name, array in arrays.items()}
+
+
+def held() -> dict[str, int]:
+    """What this process holds, and what is free on its GPU."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    free, _ = importlib.import_module("cupy").cuda.runtime.memGetInfo()
+    return {
+        "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+        "gpu_free_bytes": int(free),
+    }
 
 
 def placed(layout: CacheLayout, memory: str) -> CacheLayout:
@@ -131,6 +145,18 @@ class _Servant:
 
     def endpoint(self) -> str:
         return self.connector.endpoint
+
+    def reduce_all(self, unique_id: bytes, rank: int, rounds: int) -> None:
+        """Begin what an engine does beside transfers."""
+        self.engine = importlib.import_module("tests.gpu.nccl_engine").AllReduceLoop(unique_id, rank, rounds)
+
+    def reduced(self, timeout_s: float) -> str:
+        """Wait for its end; what went wrong, or an empty string."""
+        return self.engine.join(timeout_s)
+
+    def held(self) -> dict[str, int]:
+        """Memory, file descriptors, threads and free GPU memory of this process."""
+        return held()
 
     def breaches(self) -> list[str]:
         return importlib.import_module("tests.nccl_fake").breaches

@@ -34,8 +34,8 @@ _OFFER = m.PackedOffer(
     staging=_REGION, offset=4096, slot_bytes=1024, slots=3, wire="raw", checksums=False, headers_apart=False
 )
 MESSAGES = {
-    "hello": m.Hello(protocol=2, nonce=bytes(16), identity=_IDENTITY),
-    "welcome": m.Welcome(protocol=2, nonce=bytes(16), session=bytes(range(16)), identity=_IDENTITY),
+    "hello": m.Hello(protocol=3, nonce=bytes(16), identity=_IDENTITY),
+    "welcome": m.Welcome(protocol=3, nonce=bytes(16), session=bytes(range(16)), identity=_IDENTITY),
     "description": m.Description(
         backends={"shm": b"\x07"},
         lease_table=_REGION,
