@@ -145,6 +145,9 @@ class FakeGpus(Gpus):
             breach("the device of a thread that is not kvxfer's was changed")
         _mine.device = ordinal
 
+    def pin(self, address: int, nbytes: int, ordinal: int) -> object:
+        return object()
+
     def stream(self, ordinal: int) -> FakeStream:
         return FakeStream()
 

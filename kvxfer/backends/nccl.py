@@ -21,6 +21,7 @@ import os
 import threading
 import time
 import weakref
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -110,6 +111,8 @@ class NcclBackend(Backend):
         self._gpu_spans = _Spans()
         self._host_spans = _Spans()
         self._windows: list[WindowMemory] = []
+        self._allocated: dict[int, int] = {}  # of host memory, by address: bytes
+        self._pinned: dict[int, Any] = {}
         self._links: weakref.WeakSet[NcclLink] = weakref.WeakSet()
         self._lock = threading.Lock()
 
@@ -125,6 +128,8 @@ class NcclBackend(Backend):
         with self._lock:
             if self.ordinal is None:
                 self.ordinal, self._identity = ordinal, self.gpus.identity(ordinal)
+                for start, size in self._allocated.items():
+                    self._pin(start, size)
             elif self.ordinal != ordinal:
                 raise BackendError(
                     f"this connector's caches lie on GPU {self.ordinal}, another on {ordinal}: use a connector for "
@@ -139,10 +144,24 @@ class NcclBackend(Backend):
             self._gpu_spans.remove(handle.address, handle.nbytes)
             return
         self._host_spans.remove(handle.address, handle.nbytes)
+        with self._lock:
+            self._allocated.pop(handle.address, None)
+            self._pinned.pop(handle.address, None)
         self._host.deregister(registration)
 
     def allocate(self, nbytes: int) -> Registration:
-        return self._on_host(self._host.allocate(nbytes))
+        memory = self._host.allocate(nbytes)
+        with self._lock:
+            self._allocated[memory.address] = memory.nbytes
+            if self.ordinal is not None:
+                self._pin(memory.address, memory.nbytes)
+        return self._on_host(memory)
+
+    def _pin(self, address: int, nbytes: int) -> None:
+        try:
+            self._pinned[address] = self.gpus.pin(address, nbytes, self.ordinal)
+        except BackendError as error:
+            _log.warning("the lease table stays pageable, so publishing waits for streams on the host: %s", error)
 
     def _on_host(self, host: Registration) -> Registration:
         self._host_spans.add(host.address, host.nbytes)
@@ -222,6 +241,7 @@ class NcclBackend(Backend):
         for link in links:
             link.close()
         self._windows.clear()
+        self._pinned.clear()  # before the memory is unmapped
         self._host.close()
 
     # --- what links use -------------------------------------------------------------------------------------

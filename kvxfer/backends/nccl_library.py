@@ -212,6 +212,12 @@ class Gpus:
         """Make it the calling thread's device, which must be one of kvxfer's threads."""
         _cuda_core().Device(ordinal).set_current()
 
+    def pin(self, address: int, nbytes: int, ordinal: int) -> Any:
+        """Page-lock host memory for as long as the result is held: streams then write words of lease tables."""
+        from kvxfer import cuda
+
+        return cuda.PinnedRange(address, nbytes, device=ordinal)
+
     def stream(self, ordinal: int) -> Stream:
         """A new stream."""
         from kvxfer import cuda
