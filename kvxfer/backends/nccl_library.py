@@ -38,7 +38,7 @@ class Library:
             version = int(nccl.get_version())
             self.path = str(nccl.get_library_path() or "an unknown place")
         except (ImportError, RuntimeError, nccl.NCCLError) as error:
-            raise BackendError(f"nccl4py finds no libnccl: install nvidia-nccl-cu13 ({error})") from error
+            raise BackendError(f"nccl4py finds no libnccl: install nvidia-nccl-cu13 ({str(error).strip()})") from error
         self.version = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
         self.missing = self._missing()
         """The functions of the one-sided way that this libnccl lacks."""
