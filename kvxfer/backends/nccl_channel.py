@@ -154,7 +154,11 @@ class Channel(abc.ABC):
                 _log.warning("an NCCL channel has failed: %s", error)
             if used and tell:
                 self._site.say(Failed(writing=self.rank == 0, reason=str(error)))
-            self._abort(then=self._mark_end)
+            if self._issued and self._issued[-1].event is None:
+                self._abort(then=self._mark_end)  # NCCL may still put something on the stream
+            else:
+                self._mark_end()  # whatever else the abort waits for, kernels end by it at once
+                self._abort()
 
     # --- the communicator -----------------------------------------------------------------------------------
 
@@ -197,7 +201,7 @@ class Channel(abc.ABC):
             then()
 
     def _mark_end(self) -> None:
-        """The communicator is aborted: what its kernels still do is over when the stream has passed this."""
+        """Nothing more comes onto the stream: what kernels still do is over when it has passed this."""
         with self._lock:
             if self._stream is not None:
                 behind = self._site.gpus.event(self._site.ordinal)

@@ -291,6 +291,22 @@ def test_an_abort_in_mid_chunk_ends_when_the_streams_have_passed():
     assert len(two.heard_of(Failed)) == 1
 
 
+def test_an_abort_that_hangs_holds_up_nobody():
+    """NCCL's kernels end at once; what else an abort waits for is not waited for here."""
+    two, hangs = Two(), threading.Event()
+    first = two.put(0)
+    two.wait(lambda: ended(first))
+    for side in (two.here, two.there):
+        side.library._nccl.comm_abort = lambda comm: (comm.abort(), hangs.wait(LONG_S))
+    nccl_fake.FakeStream.by_address[two.writer._stream.address].enqueue(lambda: time.sleep(0.2))
+    crossing = two.put(1)
+    two.writer.fail(BackendError("over"))
+    with pytest.raises(BackendError, match="over"):
+        two.wait(lambda: ended(crossing))
+    two.wait(lambda: two.writer.is_at_rest and two.taker.state is State.FAILED and two.taker.is_at_rest)
+    hangs.set()
+
+
 def test_a_channel_that_fails_while_its_communicator_is_made_leaves_none():
     for side in (Writer, Taker):
         two = Two()
