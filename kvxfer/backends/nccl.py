@@ -89,8 +89,8 @@ class NcclBackend(Backend):
 
         Raises MissingExtra without nccl4py, BackendError without NCCL, a driver or a GPU, InvalidRequest.
         """
-        if isinstance(max_ctas, bool) or not isinstance(max_ctas, int) or not 0 <= max_ctas <= 64:
-            raise InvalidRequest(f"max_ctas must be an integer from 0 to 64, got {max_ctas!r}")
+        if isinstance(max_ctas, bool) or not isinstance(max_ctas, int) or not 0 <= max_ctas <= 32:
+            raise InvalidRequest(f"max_ctas must be an integer from 0 to 32, got {max_ctas!r}")
         for name, value in (("open_timeout_s", open_timeout_s), ("stall_timeout_s", stall_timeout_s)):
             if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 raise InvalidRequest(f"{name} must be a number of seconds above 0, got {value!r}")

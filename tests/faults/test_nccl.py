@@ -273,6 +273,16 @@ def test_more_fetches_than_staging_stand_in_line(start, here):
     rest(prefill)
 
 
+def test_what_is_packed_ahead_is_packed_on_request_where_it_cannot_be_read(start):
+    prefill, decode = start("prefill", fill=1, **options()), start("decode", **options())
+    assert decode.fetch_now(prefill.publish([0], pack_ahead="raw")) == "packed"
+    until(lambda: prefill.metrics()["packed_ahead_total"].get("packed") == 1, 10)
+    key = decode.fetch(prefill.publish([1, 2], pack_ahead="raw"), [3, 4])
+    assert decode.outcome(key) == "packed"
+    assert (decode.stats(key)["packed_ahead"], decode.stats(key)["conversation"]) == (False, True)
+    assert decode.blocks([3, 4]) == prefill.blocks([1, 2])
+
+
 # --- what is told at the start -------------------------------------------------------------------------------
 
 
@@ -354,7 +364,7 @@ def test_hostile_words_are_refused():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_ctas": -1}, {"max_ctas": 65}, {"max_ctas": True}, {"open_timeout_s": 0}, {"stall_timeout_s": "1"}]
+    "wrong", [{"max_ctas": -1}, {"max_ctas": 33}, {"max_ctas": True}, {"open_timeout_s": 0}, {"stall_timeout_s": "1"}]
 )
 def test_wrong_options(wrong):
     with pytest.raises(InvalidRequest, match=next(iter(wrong))):

@@ -214,6 +214,14 @@ def test_transfers_beside_an_engines_collectives():
         assert transfers > 3
 
 
+def test_blocks_are_read_after_the_publishers_stream():
+    with peer_of(paged()) as peer, Here(paged()).meet(peer) as here:
+        ticket, seconds = peer.publish_later("kv", IDS, 800, 42, tokens=TOKENS)
+        here.cache.fetch(ticket, into=INTO).wait(30)
+        assert all((here.rows(layer) == 42).all() for layer in here.layout.layers)
+        assert seconds < 0.1  # the stream itself says when the bytes are there: the lease table is pinned
+
+
 def test_a_stream_waits_for_chunks():
     layout = paged()
     with peer_of(layout) as peer, Here(layout).meet(peer) as here:
