@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-import itertools
 import logging
 import os
 import threading
@@ -24,49 +23,22 @@ import weakref
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from kvxfer import _native
-from kvxfer.backends.base import (
-    Backend,
-    Capabilities,
-    ControlLine,
-    Direction,
-    Link,
-    Operation,
-    Registration,
-    RemoteRegion,
-)
-from kvxfer.backends.nccl_channel import Channel, Crossing, Settings, Site, State, Taker, Writer
+from kvxfer.backends.base import Backend, Capabilities, ControlLine, Link, Registration
+from kvxfer.backends.nccl_channel import Settings, Site
 from kvxfer.backends.nccl_library import Gpus, Library, WindowMemory
-from kvxfer.backends.nccl_messages import Accept, Answer, Failed, Go, Open, Put, Read, Taken, Window, decode, encode
+from kvxfer.backends.nccl_link import GPU, HOST, PIECE_BYTES, Handle, Hello, NcclLink, decode_struct
+from kvxfer.backends.nccl_messages import encode
 from kvxfer.backends.process import Process
 from kvxfer.backends.shm import SharedMemoryBackend
-from kvxfer.errors import BackendError, DeadlineExceeded, InvalidRequest, KvxferError, PeerGone
+from kvxfer.errors import BackendError, InvalidRequest, PeerGone
 
 _log = logging.getLogger(__name__)
 
 MAX_CTAS = 16  # like `Limits.max_sms`: the engine's kernels and collectives keep the rest
-_PIECE_BYTES = 256 << 10  # of what is read over the control channel
-_MAX_ARRIVALS = 4096
 _CLOSE_S = 5.0
-_HOST, _GPU = "host", "gpu"
 _unsettled: list[WindowMemory] = []  # of connectors that were closed while NCCL was at work: never freed
-
-
-class _Handle(msgspec.Struct, frozen=True, array_like=True):
-    kind: str
-    address: int
-    nbytes: int
-    gpu: str  # which one
-    host: bytes  # the handle of shm
-
-
-class _Hello(msgspec.Struct, frozen=True, array_like=True):
-    version: str  # of NCCL; first, so that it can be told whatever another release says after it
-    path: str  # of its library
-    process: Process
-    host: bytes  # the greeting of shm
 
 
 class NcclBackend(Backend):
@@ -136,11 +108,11 @@ class NcclBackend(Backend):
                     "each GPU"
                 )
             self._gpu_spans.add(address, nbytes)
-        return _registration(_Handle(kind=_GPU, address=address, nbytes=nbytes, gpu=self._identity, host=b""))
+        return _registration(Handle(kind=GPU, address=address, nbytes=nbytes, gpu=self._identity, host=b""))
 
     def deregister(self, registration: Registration) -> None:
-        handle = _decode(registration.handle, _Handle)
-        if handle.kind == _GPU:
+        handle = decode_struct(registration.handle, Handle)
+        if handle.kind == GPU:
             self._gpu_spans.remove(handle.address, handle.nbytes)
             return
         self._host_spans.remove(handle.address, handle.nbytes)
@@ -165,7 +137,7 @@ class NcclBackend(Backend):
 
     def _on_host(self, host: Registration) -> Registration:
         self._host_spans.add(host.address, host.nbytes)
-        handle = _Handle(kind=_HOST, address=host.address, nbytes=host.nbytes, gpu="", host=host.handle)
+        handle = Handle(kind=HOST, address=host.address, nbytes=host.nbytes, gpu="", host=host.handle)
         return _registration(handle, keep_alive=host.keep_alive)
 
     def allocate_on_gpu(self, nbytes: int, ordinal: int) -> WindowMemory | None:
@@ -202,7 +174,7 @@ class NcclBackend(Backend):
 
     def hello(self) -> bytes:
         return msgspec.msgpack.encode(
-            _Hello(
+            Hello(
                 version=self.library.version,
                 path=self.library.path,
                 process=Process.this(),
@@ -211,20 +183,20 @@ class NcclBackend(Backend):
         )
 
     def connect(self, hello: bytes) -> Link:
-        version, path, *_ = [*_decode(hello, list), None, None]
+        version, path, *_ = [*decode_struct(hello, list), None, None]
         if version != self.library.version:
             raise BackendError(
                 f"the peer has NCCL {version!s:.40} ({path!s:.200}), this side {self.library}: NCCL joins equal "
                 "releases only, so install one on both sides (what LD_PRELOAD or the environment brings counts)"
             )
-        link = NcclLink(self, _decode(hello, _Hello), self._join_host(hello))
+        link = NcclLink(self, decode_struct(hello, Hello), self._join_host(hello))
         self._links.add(link)
         return link
 
     def _join_host(self, hello: bytes) -> Link | None:
         """The shared-memory link of a peer on this host; None for one on another."""
         try:
-            return self._host.connect(_decode(hello, _Hello).host)
+            return self._host.connect(decode_struct(hello, Hello).host)
         except BackendError as error:
             _log.debug("not on this host: %s", error)
             return None
@@ -270,7 +242,7 @@ class NcclBackend(Backend):
             window_memory=self.window_memory,
         )
 
-    def same_gpu(self, handle: _Handle) -> bool:
+    def same_gpu(self, handle: Handle) -> bool:
         """Whether a peer's memory lies on the GPU of this side, which NCCL does not join with itself."""
         return bool(self._identity) and handle.gpu == self._identity
 
@@ -280,203 +252,11 @@ class NcclBackend(Backend):
 
     def read_host(self, address: int, nbytes: int) -> bytes:
         """Registered host memory, for a peer. Raises BackendError."""
-        if not 0 < nbytes <= _PIECE_BYTES or not self._host_spans.hold(address, nbytes):
+        if not 0 < nbytes <= PIECE_BYTES or not self._host_spans.hold(address, nbytes):
             raise BackendError(f"the peer wants to read {nbytes} bytes at {address:#x}, which it may not")
         if nbytes == 8 and address % 8 == 0:
             return _native.load_word(address).to_bytes(8, "little")
         return ctypes.string_at(address, nbytes)
-
-
-class NcclLink(Link):
-    """One peer: a channel for what this side writes, one for what it takes, and questions about host memory."""
-
-    one_sided = False
-    why_not_one_sided = "NCCL moves bytes only where both ends take part"
-
-    def __init__(self, backend: NcclBackend, hello: _Hello, host: Link | None) -> None:
-        self._backend, self._host, self._process = backend, host, hello.process
-        self.one_sided_devices = backend.capabilities.devices  # where `post` writes to, with the peer's help
-        self._line: ControlLine | None = None
-        self._writer: Writer | None = None
-        self._taker: Taker | None = None
-        self._arrivals: dict[int, Crossing] = {}  # by number; not asked for yet
-        self._questions: dict[int, _Question] = {}
-        self._keys = itertools.count(1)
-        self._ended: KvxferError | None = None
-        self._lock = threading.Lock()
-
-    # --- memory ---------------------------------------------------------------------------------------------
-
-    def open(self, handle: bytes, nbytes: int) -> RemoteRegion:
-        opened = _decode(handle, _Handle)
-        if opened.nbytes < nbytes or opened.kind not in (_HOST, _GPU):
-            raise BackendError(f"the peer's {opened.kind:.10} region has {opened.nbytes} bytes, {nbytes} are needed")
-        if opened.kind == _HOST and self._host is not None:
-            return self._host.open(opened.host, nbytes)
-        if opened.kind == _GPU and self._backend.same_gpu(opened):
-            raise BackendError(
-                f"both caches lie on one GPU ({opened.gpu}), which NCCL does not join with itself: use cuda_ipc"
-            )
-        return RemoteRegion(
-            nbytes=opened.nbytes,
-            mapped_address=None,
-            remote_address=opened.address,
-            why_not_mapped="NCCL maps nothing",
-        )
-
-    def post(self, direction: Direction, runs: np.ndarray) -> Operation:
-        if direction is Direction.READ or len(runs) != 1:
-            raise BackendError("NCCL writes one run at a time, and reads none")
-        local, remote, nbytes = (int(value) for value in runs[0])
-        if not self._backend.holds(local, nbytes):
-            raise BackendError(
-                "NCCL moves memory of GPUs, and this chunk lies in host memory: leave checksums=True off between hosts"
-            )
-        return self._channel(Writer).put(local, remote, nbytes)
-
-    def arrival(self, address: int, announced: int) -> Operation:
-        with self._lock:
-            arrival = self._arrivals.pop(announced, None)
-        if arrival is None or arrival.local != address:
-            raise BackendError(f"the peer's link has not announced chunk {announced} for {address:#x}")
-        return arrival
-
-    def read(self, remote_address: int, nbytes: int, *, timeout_s: float) -> bytes:
-        until, pieces = time.monotonic() + timeout_s, []
-        for first in range(0, nbytes, _PIECE_BYTES):
-            pieces.append(self._ask(remote_address + first, min(_PIECE_BYTES, nbytes - first), until))
-        return b"".join(pieces)
-
-    def _ask(self, address: int, nbytes: int, until: float) -> bytes:
-        question = _Question()
-        with self._lock:
-            if self._ended is not None:
-                raise self._ended
-            key = next(self._keys)
-            self._questions[key] = question
-        self._line.say(encode(Read(key=key, address=address, nbytes=nbytes)))
-        if not question.answered.wait(max(0.0, until - time.monotonic())):
-            self._questions.pop(key, None)
-            raise DeadlineExceeded(f"the peer has not answered what lies in {nbytes} bytes of its memory")
-        if question.error is not None:
-            raise question.error
-        if len(question.data) != nbytes:
-            raise BackendError(f"the peer answered {len(question.data)} bytes where {nbytes} were asked for")
-        return question.data
-
-    # --- the conversation -----------------------------------------------------------------------------------
-
-    def converse(self, line: ControlLine) -> None:
-        self._line = line
-
-    def hear(self, payload: bytes) -> None:
-        if not payload:
-            self.hang_up(BackendError("the peer reaches this process by another backend: give both the same order"))
-            return
-        said = decode(payload)
-        if isinstance(said, Read):
-            self._answer(said)
-        elif isinstance(said, Answer):
-            question = self._questions.pop(said.key, None)
-            if question is not None:
-                question.settle(said.data, BackendError(f"the peer: {said.why_not}") if said.why_not else None)
-        elif isinstance(said, Failed):
-            channel = self._channel(Taker if said.writing else Writer)
-            channel.fail(BackendError(f"the peer gave the NCCL channel up: {said.reason}"), tell=False)
-        elif isinstance(said, Put):
-            self._announced(said)
-        else:
-            assert isinstance(said, (Open, Go, Accept, Window, Taken))
-            self._channel(Taker if isinstance(said, (Open, Go)) else Writer).hear(said)
-
-    def _announced(self, said: Put) -> None:
-        taker = self._channel(Taker)
-        try:
-            if not self._backend.holds(said.address, said.nbytes):
-                raise BackendError(f"{said.nbytes} bytes at {said.address:#x} are not registered for peers to write to")
-            arrival = taker.announce(said)
-        except BackendError as error:  # the ends do not agree any more on what comes next
-            taker.fail(error)
-            raise
-        with self._lock:
-            self._arrivals[arrival.announced] = arrival
-            while len(self._arrivals) > _MAX_ARRIVALS:  # of transfers that were stopped
-                del self._arrivals[next(iter(self._arrivals))]
-        self._line.until(arrival.poll, lambda _: None)
-
-    def _answer(self, said: Read) -> None:
-        try:
-            answer = Answer(key=said.key, data=self._backend.read_host(said.address, said.nbytes), why_not="")
-        except BackendError as error:
-            answer = Answer(key=said.key, data=b"", why_not=str(error))
-        self._line.say(encode(answer))
-
-    def _channel(self, kind: type[Channel]) -> Channel:
-        with self._lock:
-            if self._ended is not None:
-                raise self._ended
-            if self._line is None:
-                raise BackendError("the session with the peer is not open yet")
-            found = self._writer if kind is Writer else self._taker
-            if found is None:
-                found = kind(self._backend.site(self._line))
-                if kind is Writer:
-                    self._writer = found
-                else:
-                    self._taker = found
-        return found
-
-    @property
-    def _channels(self) -> list[Channel]:
-        return [channel for channel in (self._writer, self._taker) if channel is not None]
-
-    # --- whether the peer lives -----------------------------------------------------------------------------
-
-    @property
-    def lost(self) -> bool:
-        return self._ended is not None or any(channel.state is State.FAILED for channel in self._channels)
-
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether nothing that NCCL was asked for over this link is at work."""
-        return all(channel.is_at_rest for channel in self._channels)
-
-    def alive(self) -> bool | None:
-        if self._host is not None:
-            return self._host.alive()
-        if self._process.has_ended():
-            return False
-        # What this side receives comes only while it takes part; what is put into a window comes whenever it does.
-        has_window = self._taker is not None and self._taker.has_window
-        return False if self.lost and self.is_at_rest and not has_window else None
-
-    def hang_up(self, reason: KvxferError) -> None:
-        with self._lock:
-            if self._ended is not None:
-                return
-            self._ended = reason
-            questions, self._questions = list(self._questions.values()), {}
-        for question in questions:
-            question.settle(b"", reason)
-        for channel in self._channels:
-            channel.fail(reason, tell=False)
-
-    def close(self) -> None:
-        self.hang_up(PeerGone("the link to the peer is closed"))
-        if self._host is not None:
-            self._host.close()
-
-
-class _Question:
-    """Somebody waits for bytes of the peer's host memory."""
-
-    def __init__(self) -> None:
-        self.answered = threading.Event()
-        self.data, self.error = b"", None
-
-    def settle(self, data: bytes, error: KvxferError | None) -> None:
-        self.data, self.error = data, error
-        self.answered.set()
 
 
 class _Spans:
@@ -504,14 +284,7 @@ class _Spans:
         return nbytes > 0 and any(address + nbytes <= start + size for start, size in reversed(before))
 
 
-def _registration(handle: _Handle, keep_alive: object = None) -> Registration:
+def _registration(handle: Handle, keep_alive: object = None) -> Registration:
     return Registration(
         address=handle.address, nbytes=handle.nbytes, handle=msgspec.msgpack.encode(handle), keep_alive=keep_alive
     )
-
-
-def _decode(data: bytes, kind: type):
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.MsgspecError as error:
-        raise BackendError(f"the peer sent a malformed {kind.__name__.lstrip('_').lower()}: {error}") from error

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from kvxfer.backends import nccl_channel, nccl_messages
-from kvxfer.backends.nccl_channel import TRANSITIONS, Crossing, Settings, Site, State, Taker, Writer
+from kvxfer.backends.nccl_channel import TRANSITIONS, Crossing, Settings, Site, State
+from kvxfer.backends.nccl_ends import Taker, Writer
 from kvxfer.backends.nccl_messages import Accept, Failed, Go, Open, Put, Taken, Window
 from kvxfer.errors import BackendError, DeadlineExceeded, KvxferError, PeerGone
 from tests import nccl_fake
