@@ -23,7 +23,9 @@ from .peer import SECRET, Peer, chosen, make_arrays, placed
 
 OWN = {
     "shm": (("mapped", "shared"), ("direct", "private"), ("packed", "private"), ("packed", "shared")),
-    "fake_nccl": (("packed", "private"),),  # the NCCL backend on a fake of NCCL, in host memory: tests/nccl_fake.py
+    # The NCCL backend on a fake of NCCL, in host memory (tests/nccl_fake.py): by send and receive; by put and signal.
+    "fake_nccl": (("packed", "private"),),
+    "fake_nccl_put": (("packed", "private"),),
     "nccl": (("packed", "gpu"),),
     "nixl": (("direct", "private"), ("packed", "private"), ("packed", "shared")),
     "cuda_ipc": (
@@ -46,7 +48,7 @@ def is_there(backend: str) -> bool:
         return importlib.util.find_spec("nixl_cu13") is not None
     if backend == "nccl":
         return gpu_is_there() and importlib.util.find_spec("nccl") is not None and "KVXFER_PEER_GPU" in os.environ
-    return backend in ("shm", "fake_nccl") or gpu_is_there()
+    return backend == "shm" or backend.startswith("fake_") or gpu_is_there()
 
 
 def gpu_is_there() -> bool:
@@ -101,7 +103,9 @@ def road(request: pytest.FixtureRequest) -> Iterator[Pair]:
         kvxfer.Connector("here", backends=[chosen(backend)], ways=(way,), secret=SECRET) as here,
     ):
         yield Pair(backend, way, memory, here, peer, (f"kv{i}" for i in itertools.count()))
-        if backend == "fake_nccl":
+        if backend.startswith("fake_nccl"):
             from tests.nccl_fake import breaches
 
             assert breaches == peer.breaches() == []
+            takers = [link._taker for link in here._node.backends[backend]._links if link._taker is not None]
+            assert {taker.one_sided for taker in takers} <= {backend.endswith("put")}

@@ -83,8 +83,10 @@ def placed(layout: CacheLayout, memory: str) -> CacheLayout:
 
 def chosen(backend: str) -> Any:
     """What `Connector(backends=)` takes for a name: backends of the tests are not installed."""
-    if backend == "fake_nccl":
-        return importlib.import_module("tests.nccl_fake").FakeNcclBackend()
+    if backend.startswith("fake_nccl"):
+        fake = importlib.import_module("tests.nccl_fake").FakeNcclBackend(fake={"one_sided": backend.endswith("put")})
+        fake.name = backend
+        return fake
     return backend
 
 

@@ -27,7 +27,7 @@ from kvxfer.backends.base import Direction
 from kvxfer.backends.nccl_messages import Put, Read, encode
 from kvxfer.errors import BackendError, BufferTooSmall, InvalidRequest, KvxferError, MissingExtra, NoCommonBackend
 
-QUICK = {"heartbeat_s": 0.2, "peer_timeout_s": 1.0, "dial_timeout_s": 2.0}
+QUICK = {"heartbeat_s": 0.3, "peer_timeout_s": 3.0, "dial_timeout_s": 5.0}
 MANY = list(range(SIZES["large"]["num_blocks"]))
 ENDS = ("PeerGone", "DeadlineExceeded")
 SLOW = {"seconds_per_chunk": 0.1}
