@@ -488,6 +488,9 @@ class Node:
             self._serve(peer, message)
         else:
             _converse(peer, message)
+            if isinstance(message, Refused) and message.error == PeerGone.__name__:
+                # The other end has given the session up and this one has not heard; what it refuses keeps it alive.
+                self.channel.lose(session, PeerGone(message.reason))
 
     def _wind_up(self, session: Session, message: Message) -> None:
         """A peer that was silent for too long goes on: only the end of what was under way is of interest."""

@@ -283,6 +283,12 @@ class Side:
     def descriptors(self) -> Counter[str]:
         return descriptors()
 
+    def give_up_sessions(self) -> None:
+        """As if every peer had been silent for too long; they do not hear of it."""
+        node = self.connector._node
+        reason = kvxfer.errors.PeerGone("given up by a test")
+        node.on_progress(lambda: [node.channel.lose(session, reason) for session in list(node.directory.peers)])
+
     def breaches(self) -> list[str]:
         """What the fake of NCCL complains of."""
         from nccl_fake import breaches

@@ -240,6 +240,18 @@ def test_messages_that_are_lost_doubled_or_out_of_order_end_transfers_and_leak_n
         tap.close()
 
 
+@pytest.mark.parametrize("backend", ["shm", "fake_nccl"])
+def test_a_session_that_only_one_end_has_given_up_is_made_again(start, backend):
+    """The other end asks and is refused: that must not count as a sign of life for ever."""
+    prefill, decode = [start(n, fill=f, **options(backends=[backend])) for n, f in (("prefill", 1), ("decode", None))]
+    assert decode.fetch_now(prefill.publish([0])) == "packed"
+    prefill.give_up_sessions()
+    assert decode.fetch_now(prefill.publish([1]), [1]) in ENDS
+    assert decode.fetch_now(prefill.publish([2]), [2]) == "packed"
+    assert decode.blocks([2]) == prefill.blocks([2])
+    rest(prefill, decode)
+
+
 def test_connectors_that_come_and_go_leave_nothing(start, here):
     """Descriptors and threads of this process are counted around the test."""
     prefill = start("prefill", fill=1, **options())
