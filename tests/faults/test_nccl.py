@@ -217,7 +217,9 @@ def test_messages_that_are_lost_doubled_or_out_of_order_end_transfers_and_leak_n
     tap, timeouts = Tap(), {"open_timeout_s": 1.0, "stall_timeout_s": 1.0}
     try:
         own = {"listen": f"tcp://127.0.0.1:{free_port()}", "advertise": tap.endpoint}
-        prefill, decode = start("p", fill=1, **own, **options(timeouts)), start("d", **options(timeouts))
+        hasty = {"heartbeat_s": 0.2, "peer_timeout_s": 1.0, "dial_timeout_s": 2.0}
+        given = options(timeouts, limits=hasty)
+        prefill, decode = start("p", fill=1, **own, **given), start("d", **given)
         tap.connect(own["listen"])
         assert decode.fetch_now(prefill.publish([0])) == "packed"
         tap.mangle = mangle
