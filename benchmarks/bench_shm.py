@@ -17,6 +17,7 @@ import secrets
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from kvxfer.kernels import PreparedPlan, bases
 from kvxfer.layout import Group, Plane, Record, Region, Slice
 from kvxfer.plan import join
 
+Backends = str | list[str] | Callable[[], list]  # a function is called in the process where they are used
 BLOCK_KIB = (4, 16, 64)
 WAYS = {"mapped": "shared", "direct": "private", "packed": "private"}
 CONTROL_ROUNDS = 1000
@@ -71,12 +73,13 @@ def private(nbytes: int) -> np.ndarray:
     return memory[-memory.ctypes.data % mmap.PAGESIZE :][:nbytes]
 
 
-def prefill(pipe: Connection, secret: bytes, gpu: str | None, backends: str | list[str], more: dict) -> None:
+def prefill(pipe: Connection, secret: bytes, gpu: str | None, backends: Backends, more: dict) -> None:
     """The other process: publishes whatever it is told to, until the pipe closes. `more` are limits."""
     if gpu is not None:  # before anything of CUDA is loaded
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     # Many leases of many blocks are alive at once here, so that none is published while something is measured.
     limits = kvxfer.Limits(lease_record_bytes=128 << 20, **more)
+    backends = backends() if callable(backends) else backends
     with kvxfer.Connector("prefill", backends=backends, secret=secret, limits=limits) as connector:
         keep, caches = [], {}
         while True:
@@ -106,7 +109,7 @@ class Prefill:
     """The prefill process, seen from here."""
 
     def __init__(
-        self, secret: bytes, gpu: str | None = None, backends: str | list[str] = "auto", **limits: int
+        self, secret: bytes, gpu: str | None = None, backends: Backends = "auto", **limits: int
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()

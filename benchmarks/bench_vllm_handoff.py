@@ -65,6 +65,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "throughput": (8, 512),
     },
 }
+STAGED = {"chunk_bytes": 32 << 20, "staging_bytes": 512 << 20, "max_sms": 32, "mover_threads": 4}  # what goes packed
 METRICS = {
     "kvxfer": {
         "seconds": "vllm:kvxfer_fetch_seconds_sum",
@@ -241,6 +242,7 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen2.5-14b", choices=list(SHAPES))
     parser.add_argument("--calls", type=int, default=5)
     parser.add_argument("--wire", default="raw", help="wire format of kvxfer's decode engine")
+    parser.add_argument("--backends", nargs="+", help="of kvxfer's engines, say nccl (default: the best)")
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
     options.logs.mkdir(parents=True, exist_ok=True)
@@ -253,6 +255,8 @@ def main() -> None:
             servers = []
             for device, role in enumerate(("producer", "consumer")):
                 extra = {"wire": options.wire} if kind == "kvxfer" and role == "consumer" else {}
+                if kind == "kvxfer" and options.backends:
+                    extra |= {"backends": options.backends, "limits": STAGED}
                 connector = getattr(connectors, kind)(**extra) | {"kv_role": f"kv_{role}"}
                 name = f"{'prefill' if device == 0 else 'decode'}-{kind}"
                 servers.append(start(name, connector, model, shape, options.logs, device=device, on_cpu=options.cpu))

@@ -33,6 +33,7 @@ from kvxfer.node import Node
 from kvxfer.peers.remote import Peer
 from kvxfer.plan import BlockLists, TransferPlan, check_blocks, check_tokens
 from kvxfer.plan.request import BlockTable, Pairing
+from kvxfer.sizing import least_staging_bytes
 from kvxfer.ticket import Record, Ticket
 from kvxfer.transfers import shelf
 from kvxfer.transfers.fetch import Fetch
@@ -76,6 +77,7 @@ class Cache:
         self.bases = kernels.bases([region.address for region in self.layout.regions])
         self.block_bytes = {group.name: layout.block_bytes(group.name) for group in layout.groups}
         self.device = _one_device(layout)
+        _check_staging(node, layout)
         if self.device != "cpu":
             node.kernels.warm(self.device, node.limits.mover_threads)
         self.gates = None if self.device == "cpu" else node.kernels.lanes(self.device).gates
@@ -528,6 +530,17 @@ def _plane_names(layout: CacheLayout) -> dict[str, set[str]]:
         for piece in group.slices:
             names.setdefault(piece.layer, set()).update(plane.name for plane in records[piece.record].planes)
     return names
+
+
+def _check_staging(node: Node, layout: CacheLayout) -> None:
+    """BufferTooSmall where everything will go packed, and the staging takes not even one chunk."""
+    able = [backend.capabilities for backend in node.backends.values()]
+    needed, given = least_staging_bytes(layout), node.limits.staging_bytes
+    if given < needed and not any(abilities.mapped or abilities.one_sided for abilities in able):
+        raise BufferTooSmall(
+            f"{', '.join(node.backends)} moves every block through staging, which has {given} bytes; one chunk of this "
+            f"cache needs {needed}: raise Limits.staging_bytes to that at least (kvxfer size says what a load needs)"
+        )
 
 
 def _one_device(layout: CacheLayout) -> str:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvxfer import checks
-from kvxfer.backends.base import Backend, Costs, Operation, Registration
+from kvxfer.backends.base import Backend, ControlLine, Costs, Operation, Registration
 from kvxfer.control.channel import Channel, Session
 from kvxfer.control.messages import (
     MAX_MESSAGE_BYTES,
@@ -32,6 +32,7 @@ from kvxfer.control.messages import (
     Description,
     Ended,
     Identity,
+    LinkMessage,
     Message,
     Notice,
     Pull,
@@ -331,8 +332,12 @@ class Node:
     def _allocate_on_gpu(self, nbytes: int, device: str) -> tuple[Registration, RegionHandles]:
         from kvxfer.cuda import DeviceMemory
 
-        memory = DeviceMemory(nbytes, device=int(device.removeprefix("cuda:")))
+        ordinal = int(device.removeprefix("cuda:"))
         reaching = {n: b for n, b in self.backends.items() if "cuda" in b.capabilities.devices}
+        maker = next(iter(reaching.values()), None)
+        memory = None if maker is None else maker.allocate_on_gpu(nbytes, ordinal)
+        if memory is None:
+            memory = DeviceMemory(nbytes, device=ordinal)
         registered = {name: b.register(memory.address, nbytes, device) for name, b in reaching.items()}
         self._memory.extend(registered.values())
         handles = RegionHandles(nbytes=nbytes, handles={name: r.handle for name, r in registered.items()})
@@ -467,6 +472,13 @@ class Node:
             lease.renew(message.ttl_s)
 
     def _connected(self, peer: Peer) -> None:
+        def say(payload: bytes) -> None:
+            message = LinkMessage(backend=peer.backend, payload=payload)
+            self.progress.post(lambda: peer.session.send(message))
+
+        peer.link.converse(
+            ControlLine(say=say, until=self.progress.until, is_progress=lambda: self.progress.is_current)
+        )
         peer.costs = self.costs
         if peer.costs is None:
             self.pool.submit(peer.measure)
@@ -488,6 +500,8 @@ class Node:
             self._wind_up(session, message)
         elif isinstance(message, Description):
             self.directory.described(session, message)
+        elif isinstance(message, LinkMessage):
+            peer.hear(message)
         elif isinstance(message, Release):
             self._released(message)
         elif isinstance(message, Renew):
@@ -502,6 +516,9 @@ class Node:
             self.directory.refused(session, message)
         else:
             _converse(peer, message)
+            if isinstance(message, Refused) and message.error == PeerGone.__name__:
+                # The other end has given the session up and this one has not heard; what it refuses keeps it alive.
+                self.channel.lose(session, PeerGone(message.reason))
 
     def _wind_up(self, session: Session, message: Message) -> None:
         """A peer that was silent for too long goes on: only the end of what was under way is of interest."""

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from kvxfer.errors import InvalidRequest
+from kvxfer.formats import HEADER_BYTES
 from kvxfer.layout import CacheLayout, Group, GroupKind, Record
 from kvxfer.layout.coverage import slabs
-from kvxfer.transfers.staging import CHUNK_BYTES, SLOTS
+from kvxfer.plan import WIRE_ALIGNMENT
+from kvxfer.transfers.staging import CHUNK_BYTES, SLOTS, UNIT_BYTES
 
 CONCURRENCY = 3
 """The rule for a receive buffer: the largest prompt times two to three concurrent requests, never an average.
@@ -139,6 +141,22 @@ def size(layout: CacheLayout, *, tokens: int, concurrency: int = CONCURRENCY) ->
         staging_bytes=concurrency * SLOTS * chunk,
         groups=groups,
     )
+
+
+def least_staging_bytes(layout: CacheLayout) -> int:
+    """What staging must have for one chunk, which is one block of the group whose blocks are the largest.
+
+    Raw, and rounded up as loans are: chunks of one block are no larger in any other wire format, or next to a cache of
+    other blocks. One chunk moves everything, one after another; `Sizes.staging_bytes` is what a load needs.
+    """
+    records = {record.tag: record for record in layout.records}
+
+    def packed_bytes(group: Group) -> int:
+        held = [records[piece.record] for piece in group.slices]
+        return sum(record.nbytes + WIRE_ALIGNMENT * max(1, len(record.planes)) for record in held)
+
+    largest = HEADER_BYTES + max(packed_bytes(group) for group in layout.groups)
+    return -(-largest // UNIT_BYTES) * UNIT_BYTES
 
 
 def _growing(layout: CacheLayout) -> list[Group]:

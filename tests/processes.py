@@ -6,6 +6,7 @@ Run as a script it is the peer process.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
 import os
 import signal
@@ -66,6 +67,16 @@ def descriptors() -> Counter[str]:
     return Counter({name.split(":")[0] if ":[" in name else name: count for name, count in found.items()})
 
 
+def backends_of(names: str | Sequence[str]) -> Any:
+    """What `Connector(backends=)` takes: the fake of NCCL is not installed, and tests name it fake_nccl."""
+    if "fake_nccl" not in names:
+        return names
+    from nccl_fake import FakeNcclBackend
+
+    wanted = [names] if isinstance(names, str) else names
+    return [FakeNcclBackend() if name == "fake_nccl" else name for name in wanted]
+
+
 class Side:
     """A connector with one registered cache, and short verbs that take and return plain values."""
 
@@ -85,7 +96,8 @@ class Side:
         self.layout = make_layout(size, **(layout or {}))
         backends = os.environ.get("KVXFER_TEST_BACKEND", "auto")
         chosen = {"secret": SECRET, "ways": ways, "backends": backends, "limits": Limits(**(limits or {}))}
-        self.connector = Connector(name, **{**chosen, **connector})
+        chosen |= connector
+        self.connector = Connector(name, **chosen | {"backends": backends_of(chosen["backends"])})
         try:
             self.arrays: dict[str, np.ndarray] = {}
             for index, region in enumerate(self.layout.regions):
@@ -227,9 +239,10 @@ class Side:
         return outcomes, slowest
 
     def forget(self) -> None:
-        """Let go of transfers and leases that have ended."""
+        """Let go of transfers and leases that have ended, and of what nobody holds."""
         self.transfers.clear()
         self.leases.clear()
+        gc.collect()
 
     def never_sees_deaths(self) -> None:
         """As if peers were on hosts of which nothing is known."""
@@ -271,6 +284,24 @@ class Side:
 
     def descriptors(self) -> Counter[str]:
         return descriptors()
+
+    def give_up_sessions(self) -> None:
+        """As if every peer had been silent for too long; they do not hear of it."""
+        node = self.connector._node
+        reason = kvxfer.errors.PeerGone("given up by a test")
+        node.on_progress(lambda: [node.channel.lose(session, reason) for session in list(node.directory.peers)])
+
+    def breaches(self) -> list[str]:
+        """What the fake of NCCL complains of."""
+        from nccl_fake import breaches
+
+        return breaches
+
+    def communicators(self) -> int:
+        """Communicators of the fake of NCCL that have not been aborted."""
+        from nccl_fake import open_communicators
+
+        return open_communicators()
 
     def threads(self) -> list[str]:
         return sorted(thread.name for thread in threading.enumerate())

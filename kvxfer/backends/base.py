@@ -13,12 +13,13 @@ from __future__ import annotations
 import abc
 import enum
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from kvxfer.errors import DeadlineExceeded
+from kvxfer.errors import BackendError, DeadlineExceeded, KvxferError
 
 _PAUSE_S = 5e-6
 
@@ -80,6 +81,9 @@ class Costs:
 class Operation(abc.ABC):
     """Bytes under way. Buffers on either side stay untouched until `poll` has returned True or raised."""
 
+    announced: int = 0
+    """What the peer's link knows it by, for `Link.arrival`; 0 where the peer's link does not know of it."""
+
     @abc.abstractmethod
     def poll(self) -> bool:
         """Whether the last byte has moved; raises BackendError or PeerGone when the operation failed."""
@@ -95,6 +99,16 @@ def wait(operation: Operation, timeout_s: float, *, what: str) -> None:
         if time.monotonic() > until:
             raise DeadlineExceeded(f"{what} took longer than {timeout_s:g} s")
         time.sleep(_PAUSE_S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlLine:
+    """How a link talks to the peer's link of the same backend: over the control channel, authenticated and in order."""
+
+    say: Callable[[bytes], None]  # any thread; lost once the session has ended
+    until: Callable[[Callable[[], bool], Callable[[BaseException | None], None]], None]
+    """``until(poll, then)``: call `poll` on the progress thread until it is true or raises, then `then`. Any thread."""
+    is_progress: Callable[[], bool]  # whether the calling thread is the progress thread
 
 
 class Link(abc.ABC):
@@ -142,6 +156,27 @@ class Link(abc.ABC):
         """Whether nothing moves over this link any more, though the peer may live: a new link has to be made."""
         return False
 
+    def arrival(self, address: int, announced: int) -> Operation:
+        """What to wait for before bytes are read that the peer's link has announced under a number for `address`.
+
+        For backends whose two ends take part: the peer is told of bytes that still are on their way. Each is asked for
+        once. Raises BackendError for what was not announced.
+        """
+        raise BackendError("this backend's links announce nothing")
+
+    def converse(self, line: ControlLine) -> None:  # noqa: B027
+        """The session is open: what a backend uses whose two ends have to talk. Progress thread."""
+
+    def hear(self, payload: bytes) -> None:
+        """What the peer's link has said; hostile until checked. Empty: the peer uses another backend with this process.
+
+        Progress thread; must not block. Raises BackendError for what makes no sense.
+        """
+        raise BackendError("the peer's link speaks, and this backend's does not listen")
+
+    def hang_up(self, reason: KvxferError) -> None:  # noqa: B027
+        """The session has ended: nothing more is said or heard. Operations that need the peer's help end."""
+
     def doubt(self) -> None:  # noqa: B027
         """The peer has gone silent: from now on `lost` and `alive` are found out by trying."""
 
@@ -180,6 +215,11 @@ class Backend(abc.ABC):
 
         Used for lease tables and staging. Raises SharedMemoryFull or ResourceExhausted.
         """
+
+    def allocate_on_gpu(self, nbytes: int, ordinal: int) -> Any | None:
+        """Memory of a GPU for staging, where this backend needs a kind of its own: something with an `address` that is
+        freed when nobody holds it. None where ordinary memory will do. Raises ResourceExhausted."""
+        return None
 
     @abc.abstractmethod
     def hello(self) -> bytes:

@@ -6,12 +6,16 @@ Imports base.py and errors.
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 from collections.abc import Sequence
 
 from kvxfer.backends.base import Backend
 from kvxfer.errors import BackendError, InvalidRequest, KvxferError, NoCommonBackend, ResourceExhausted
 
+_log = logging.getLogger(__name__)
+
 GROUP = "kvxfer.backends"
+ALIASES = {"pynccl": "nccl"}  # names that other projects use
 PREFERENCE = ("cuda_ipc", "shm", "nixl", "nccl")  # of the backends that both ends have; others come after
 
 
@@ -24,7 +28,7 @@ def start_backends(
     an instance, or several of these, which then must all start. Raises InvalidRequest for an unknown name,
     NoCommonBackend when none runs, and what a backend raises.
     """
-    entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
+    entries = installed()
     if isinstance(wanted, str) and wanted == "auto":
         return _start_all(entries, loopback)
     started: dict[str, Backend] = {}
@@ -39,6 +43,11 @@ def start_backends(
     if not started:
         raise InvalidRequest("backends must name one or more; 'auto' takes all that can be started")
     return started, {}
+
+
+def installed() -> dict[str, importlib.metadata.EntryPoint]:
+    """The backends' entry points, by name."""
+    return {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
 
 
 def _start_all(
@@ -65,6 +74,12 @@ def _start_all(
 
 
 def _start(entries: dict[str, importlib.metadata.EntryPoint], name: str) -> Backend:
+    if name in ALIASES and name not in entries:
+        name = ALIASES[name]
+        _log.warning(
+            "backend 'pynccl' is kvxfer's 'nccl', which uses NVIDIA's nccl4py; the PyPI package pynccl, of 2020, has "
+            "no part in it"
+        )
     if name not in entries:
         raise InvalidRequest(f"unknown backend {name!r}; installed are {', '.join(sorted(entries)) or 'none'}")
     return _load(entries[name])()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import os
 
@@ -22,6 +21,7 @@ DEFAULT_PROMPT = "Why is the sky blue?"
 DEFAULT_MAX_TOKENS = 48
 DEFAULT_MODEL = "deepseek-ai/DeepSeek-V4.1-Flash"
 DEFAULT_TOKENS = 100_000
+_ON_GPUS = ("cuda_ipc", "nccl")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--synthetic", action="store_true", help="random contents in the size of --model and --tokens")
     parser.add_argument("--model", help=f"with --synthetic: a known model (default {DEFAULT_MODEL})")
     parser.add_argument("--tokens", type=int, help=f"with --synthetic: prompt length (default {DEFAULT_TOKENS:,})")
-    parser.add_argument("--memory", choices=("shared", "private"), default="shared", help="where the caches lie")
+    parser.add_argument(
+        "--memory", choices=("shared", "private", "gpu"), help="where the caches lie (default: where --backend reaches)"
+    )
     parser.add_argument("--backend", default="auto", help="shm, nixl, ... (default: the best)")
     parser.add_argument("--way", choices=("mapped", "direct", "packed"), help="force a way (default: the best)")
     parser.add_argument("--wire", default="raw", help="wire format (default %(default)s)")
@@ -87,9 +89,15 @@ def _take_defaults(args: argparse.Namespace) -> None:
     for name, default in (synthetic if args.synthetic else real).items():
         if getattr(args, name) is None:
             setattr(args, name, default)
-    backends = {entry.name for entry in importlib.metadata.entry_points(group="kvxfer.backends")}
-    if args.backend not in {"auto", *backends}:
+    from kvxfer.backends import discovery
+
+    backends = discovery.installed()
+    if args.backend not in {"auto", *backends, *discovery.ALIASES}:
         raise InvalidRequest(f"--backend is auto or one of {', '.join(sorted(backends))}; got {args.backend!r}")
+    on_gpu = discovery.ALIASES.get(args.backend, args.backend) in _ON_GPUS
+    args.memory = args.memory or ("gpu" if on_gpu else "shared")
+    if args.memory == "gpu" and not args.synthetic:
+        raise InvalidRequest("the small model computes in host memory: caches on GPUs go with --synthetic")
     for name in ("tokens", "max_tokens"):
         if getattr(args, name) is not None:
             checks.integer(f"--{name.replace('_', '-')}", getattr(args, name), 1, 1 << 32)

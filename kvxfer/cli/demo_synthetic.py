@@ -13,15 +13,18 @@ import time
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 
 import kvxfer
-from kvxfer import formats
+from kvxfer import cuda, formats
 from kvxfer.backends.segments import DIRECTORY, remove_orphans
 from kvxfer.cli.demo import Report
 from kvxfer.cli.progress_bar import ProgressBar
 from kvxfer.errors import BackendError, InvalidRequest, KvxferError
+from kvxfer.extras import need
 from kvxfer.layout import CacheLayout
 from kvxfer.models import layout_for
 
@@ -39,7 +42,8 @@ def demonstrate(args: argparse.Namespace) -> Report:
     secret = secrets.token_bytes(32)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    options = (args.model, args.tokens, args.memory, args.backend)
+    gpu = _other_gpu() if args.memory == "gpu" else None
+    options = (args.model, args.tokens, args.memory, args.backend, gpu)
     process = context.Process(target=_prefill, args=(theirs, *options, secret), daemon=True)
     # Ctrl-C reaches every process of a terminal, and is this one's to act on: the other inherits that it is blocked.
     resource_tracker.ensure_running()  # started with the process, it would unblock the signal
@@ -66,6 +70,8 @@ def demonstrate(args: argparse.Namespace) -> Report:
 
 def _check_room(layout: CacheLayout, memory: str) -> None:
     """InvalidRequest unless both caches fit the memory that is free; the system would end a process otherwise."""
+    if memory == "gpu":
+        return  # its driver refuses an allocation, and ends nobody
     needed = 2 * sum(region.nbytes for region in layout.regions)
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
@@ -94,7 +100,24 @@ def _block_lists(layout: CacheLayout, tokens: int, seed: int) -> dict[str, np.nd
     return dict(zip(counts, lists, strict=True))
 
 
-def _arrays(layout: CacheLayout, memory: str, seed: int | None) -> dict[str, np.ndarray]:
+def _other_gpu() -> str:
+    """What the prefill process sees: the second GPU that is visible here, or the only one."""
+    if why := cuda.why_unavailable():
+        raise BackendError(why)
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = listed.split(",") if listed else [str(number) for number in range(cuda.device_count())]
+    return visible[min(1, len(visible) - 1)]
+
+
+def _placed(layout: CacheLayout, memory: str) -> CacheLayout:
+    """The layout with its regions where `memory` says; of the GPUs it is the first that this process sees."""
+    if memory != "gpu":
+        return layout
+    regions = tuple(msgspec.structs.replace(region, device="cuda:0") for region in layout.regions)
+    return msgspec.structs.replace(layout, regions=regions)
+
+
+def _arrays(layout: CacheLayout, memory: str, seed: int | None) -> dict[str, Any]:
     arrays = {}
     for region in layout.regions:
         array = kvxfer.shared_empty(region.nbytes) if memory == "shared" else np.zeros(region.nbytes, np.uint8)
@@ -106,12 +129,13 @@ def _arrays(layout: CacheLayout, memory: str, seed: int | None) -> dict[str, np.
             for first in range(0, len(words), _FILL_WORDS):
                 part = words[first : first + _FILL_WORDS]
                 part[:] = generator.integers(0, 2**64, len(part), np.uint64) & np.uint64(_FINITE)
-        arrays[region.name] = array
+        arrays[region.name] = need("cupy", "cuda").asarray(array) if memory == "gpu" else array
     return arrays
 
 
-def _checksum(layout: CacheLayout, arrays: dict[str, np.ndarray], lists: dict[str, np.ndarray]) -> bytes:
+def _checksum(layout: CacheLayout, arrays: dict[str, Any], lists: dict[str, np.ndarray]) -> bytes:
     """BLAKE2b over every slice of the listed blocks, read with plain NumPy indexing and no plan."""
+    arrays = {name: array if isinstance(array, np.ndarray) else array.get() for name, array in arrays.items()}
     digest = hashlib.blake2b()
     for group in layout.groups:
         for piece in group.slices:
@@ -124,11 +148,15 @@ def _checksum(layout: CacheLayout, arrays: dict[str, np.ndarray], lists: dict[st
     return digest.digest()
 
 
-def _prefill(pipe: Connection, model: str, tokens: int, memory: str, backend: str, secret: bytes) -> None:
+def _prefill(
+    pipe: Connection, model: str, tokens: int, memory: str, backend: str, gpu: str | None, secret: bytes
+) -> None:
     """The prefill process: publish, send the ticket and the checksum, and wait for the end of the lease.
 
     Before them goes an empty message, or an error that leaves no ticket to send.
     """
+    if gpu is not None:  # before anything of CUDA is loaded
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     with contextlib.suppress(EOFError, ConnectionError):
         try:
             _publish(pipe, model, tokens, memory, backend, secret)
@@ -141,7 +169,7 @@ def _publish(pipe: Connection, model: str, tokens: int, memory: str, backend: st
     arrays = _arrays(layout, memory, seed=1)
     lists = _block_lists(layout, tokens, seed=2)
     with kvxfer.Connector("prefill-0", backends=backend, secret=secret) as connector:
-        cache = connector.register(arrays, layout)
+        cache = connector.register(arrays, _placed(layout, memory))
         lease = cache.publish(lists, tokens=tokens, ttl_s=_FETCH_TIMEOUT_S, request_id="synthetic")
         pipe.send_bytes(b"")
         pipe.send_bytes(bytes(lease.ticket))
@@ -162,7 +190,7 @@ def _decode(args: argparse.Namespace, layout: CacheLayout, secret: bytes, pipe: 
     ticket = pipe.recv_bytes()
     expected = pipe.recv_bytes()
     with kvxfer.Connector("decode-0", backends=args.backend, ways=ways, secret=secret) as connector:
-        cache = connector.register(arrays, layout)
+        cache = connector.register(arrays, _placed(layout, args.memory))
         transfer = cache.fetch(ticket, into=lists, wire=args.wire, timeout_s=_FETCH_TIMEOUT_S)
         with ProgressBar("transfer", shown=not args.json) as bar:
             while not transfer.done():

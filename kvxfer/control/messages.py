@@ -3,6 +3,7 @@
 Protocol history:
   1  (2026-11)  first version
   2  (2026-11)  slots of the lease table have 64 bytes, with words for streams and the shelf, which descriptions name
+  3  (2026-11)  links of a backend may speak to each other; a chunk may be told of before its bytes are there
 
 Imports msgspec, layout and errors.
 """
@@ -16,7 +17,7 @@ import msgspec
 from kvxfer.errors import ProtocolMismatch
 from kvxfer.layout import CacheLayout
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 1 << 20  # unless `Limits.max_message_bytes` says otherwise
 NO_TRANSFER = 0
 
@@ -98,6 +99,13 @@ class Ping(Message, tag="ping"):
 
 class Bye(Message, tag="bye"):
     """This side closes in an orderly way."""
+
+
+class LinkMessage(Message, tag="link"):
+    """What one side's link of a backend says to the other's. Empty: this side does not use that backend with it."""
+
+    backend: str
+    payload: bytes
 
 
 class Release(Message, tag="release"):
@@ -195,13 +203,17 @@ class Grant(Message, tag="grant"):
 
 
 class Chunk(Message, tag="chunk"):
-    """Chunk `index` of stage `stage` lies in staging slot `slot`; its header, where headers come apart."""
+    """Chunk `index` of stage `stage` lies in staging slot `slot`; its header, where headers come apart.
+
+    With `announced` it may still be on its way: the receiving side's link knows under that number when it is there.
+    """
 
     transfer: int
     stage: int
     index: int
     slot: int
     header: bytes
+    announced: int
 
 
 class Credit(Message, tag="credit"):
@@ -248,6 +260,7 @@ _ALL = (
     | Description
     | Ping
     | Bye
+    | LinkMessage
     | Release
     | Renew
     | Notice

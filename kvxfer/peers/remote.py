@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvxfer import kernels
 from kvxfer.backends.base import Backend, Costs, Link, RemoteRegion
 from kvxfer.control.channel import Session
-from kvxfer.control.messages import CacheInfo, Description, Message, RegionHandles, Sources
+from kvxfer.control.messages import CacheInfo, Description, LinkMessage, Message, RegionHandles, Sources
 from kvxfer.errors import BackendError, InvalidLayout, KvxferError, LeaseExpired, NoCommonBackend, PeerGone
 from kvxfer.formats import PackedJoin
 from kvxfer.layout import CacheLayout
@@ -152,6 +152,8 @@ class RemoteTable:
         if offset is None or self._shelf is None or not 0 <= offset <= self._shelf.nbytes - header_bytes:
             return None
         mapped = self._shelf.mapped_address
+        if mapped is None and not self._link.one_sided:
+            return None  # it could not be read
         address = (self._shelf.remote_address if mapped is None else mapped) + offset
         if mapped is not None:
             header = ctypes.string_at(address, header_bytes)
@@ -233,6 +235,17 @@ class Peer:
             if self.costs is not None:
                 _log.info("the link to %s: %s", self.identity.name, self.costs)
 
+    def hear(self, message: LinkMessage) -> None:
+        """Hand the link what the peer's link says. Raises BackendError."""
+        if self.link is not None and message.backend == self.backend:
+            self.link.hear(message.payload)
+        elif message.payload:
+            self.session.send(LinkMessage(backend=message.backend, payload=b""))
+            raise BackendError(
+                f"{self.identity.name} reaches this process by {message.backend!r:.40}, which reaches it by "
+                f"{self.backend!r}: give both the same order of backends"
+            )
+
     def open_region(self, region: RegionHandles) -> RemoteRegion:
         """Open one region of the peer. Raises BackendError."""
         if self.link is None or self.backend not in region.handles:
@@ -249,6 +262,8 @@ class Peer:
                 conversation.peer_gone(reason)
             except KvxferError:
                 _log.exception("while ending the conversations with %s", self.identity.name)
+        if self.link is not None:
+            self.link.hang_up(reason)
         self.caches, self.joins = {}, {}  # what no transfer uses any more is unmapped
 
     def is_dead(self) -> bool:

@@ -61,7 +61,7 @@ def borrow(
     """
     total = sum(plan.plan.wire_bytes for plan in stages)
     largest = max((plan.plan.largest_segment_bytes for plan in stages), default=0)
-    slot_bytes = HEADER_BYTES + max(largest, min(node.limits.chunk_bytes - HEADER_BYTES, total))
+    slot_bytes = HEADER_BYTES + max(largest, min(min(node.limits.chunk_bytes, ring.nbytes) - HEADER_BYTES, total))
     slots = min(SLOTS, -(-total // slot_bytes) + 1)
     line = ring.borrow(slot_bytes, slots, lambda loan: node.progress.post(lambda: granted(loan)))
     return functools.partial(ring.forget, line)
@@ -126,7 +126,8 @@ class PackedSource:
         self._queue: collections.deque[tuple[int, int, Chunk]] = collections.deque()
         self._unqueued = len(stages)
         self._under_way = 0  # chunks that have left the queue and were not announced to the peer yet
-        self._ended: list[tuple[ChunkMessage, KvxferError | None]] = []  # of these, which are written or have failed
+        # Of these, which are written or have failed; without a message where the peer has been told already.
+        self._ended: list[tuple[ChunkMessage | None, KvxferError | None]] = []
         self._lock = threading.Lock()  # of free slots, queue, and what is under way
         self._workers = ChunkWorkers(node.pool, self._take, most=workers_for(node.limits))
         self._stopped: KvxferError | None = None
@@ -180,11 +181,22 @@ class PackedSource:
         """Mover thread."""
         at = self._offer.offset + slot * self._offer.slot_bytes
 
-        def ended(header: bytes, error: KvxferError | None) -> None:  # any thread
+        told = False
+
+        def message(header: bytes, announced: int) -> ChunkMessage:
             apart = header if self._offer.headers_apart else b""
-            message = ChunkMessage(transfer=self._transfer, stage=stage, index=index, slot=slot, header=apart)
+            return ChunkMessage(
+                transfer=self._transfer, stage=stage, index=index, slot=slot, header=apart, announced=announced
+            )
+
+        def coming(header: bytes, announced: int) -> None:  # the other side's link waits for the bytes
+            nonlocal told
+            told = True
+            self._node.progress.post(lambda: self._tell(message(header, announced)))
+
+        def ended(header: bytes, error: KvxferError | None) -> None:  # any thread
             with self._lock:
-                self._ended.append((message, error))
+                self._ended.append((None if told else message(header, 0), error))
                 others = len(self._ended) < self._under_way or (self._queue and self._free)
                 due = not others or error is not None or len(self._ended) >= together(self._offer.slots)
             if due:
@@ -193,7 +205,7 @@ class PackedSource:
         if self._outbox is None:
             ended(*self._try_to_pack(stage, index, chunk, self._staging.mapped_address + at))
         else:
-            self._through_outbox(stage, index, chunk, self._staging.remote_address + at, ended)
+            self._through_outbox(stage, index, chunk, self._staging.remote_address + at, coming, ended)
 
     def _announce(self) -> None:
         """Tell the peer of the chunks that have been written."""
@@ -203,14 +215,26 @@ class PackedSource:
         for message, error in ended:
             if error is not None:
                 self._halt(error)
-            elif self._stopped is None:
-                self._lent.add(message.slot)
-                self._peer.session.send(message)
+            elif message is not None:
+                self._tell(message)
+
+    def _tell(self, message: ChunkMessage) -> None:
+        """Tell the peer of a chunk that has been written, or is on its way. Progress thread."""
+        if self._stopped is None:
+            self._lent.add(message.slot)
+            self._peer.session.send(message)
 
     def _through_outbox(
-        self, stage: int, index: int, chunk: Chunk, remote: int, ended: Callable[[bytes, KvxferError | None], None]
+        self,
+        stage: int,
+        index: int,
+        chunk: Chunk,
+        remote: int,
+        coming: Callable[[bytes, int], None],
+        ended: Callable[[bytes, KvxferError | None], None],
     ) -> None:
-        """Gather into memory of this side and write that into the peer's, `remote`. `ended` is called once."""
+        """Gather into memory of this side and write that into the peer's, `remote`. `ended` is called once and last;
+        `coming` before, where the peer's link knows that the bytes are on their way."""
         nbytes = HEADER_BYTES + chunk.wire_bytes
 
         def write(loan: Loan) -> None:
@@ -221,6 +245,8 @@ class PackedSource:
                 try:
                     run = np.array([[loan.address(), remote, nbytes]], np.uint64)
                     operation = self._peer.link.post(Direction.WRITE, run)
+                    if operation.announced:
+                        coming(header, operation.announced)
                     if not operation.poll():
                         self._writes.add(operation, lambda failure: written(loan, header, failure))
                         return
@@ -295,6 +321,7 @@ class PackedSink:
         }
         self._left = len(self._expected)
         self._filled: set[int] = set()  # slots that the peer may not write into
+        self._arrivals = InOrder(node)  # of chunks that are on their way
         self._ready: collections.deque[Callable[[], None]] = collections.deque()  # to be scattered
         self._completed = False
         self._scattering = 0  # these, and those that are being
@@ -314,13 +341,26 @@ class PackedSink:
         chunk = self._expected.pop((message.stage, message.index), None)
         if chunk is None:
             raise BackendError(f"the peer sent chunk {message.index} of stage {message.stage}, which is not awaited")
+        address = self._loan.address(message.slot)
+        arrival = self._peer.link.arrival(address, message.announced) if message.announced else None
         if not self._transfer.hold():
             return
         self._filled.add(message.slot)
         with self._lock:
             self._scattering += 1
-            self._ready.append(functools.partial(self._scatter, message, chunk))
-        self._workers.wake()
+
+        def arrived(error: KvxferError | None) -> None:
+            if error is not None:
+                self._scattered(message.slot, error)
+                return
+            with self._lock:
+                self._ready.append(functools.partial(self._scatter, message, chunk))
+            self._workers.wake()
+
+        if arrival is None:
+            arrived(None)
+        else:
+            self._arrivals.add(arrival, arrived)
 
     def _take(self) -> Callable[[], None] | None:
         return self._ready.popleft() if self._ready else None
@@ -333,10 +373,15 @@ class PackedSink:
             self._transfer.advance(chunk.wire_bytes)
         except Exception as failure:  # whatever it is, the transfer must end
             error = as_kvxfer_error(failure)
+        self._scattered(message.slot, error)
+
+    def _scattered(self, slot: int, error: KvxferError | None) -> None:
+        """A slot's chunk is in place, or never will be. Any thread."""
+        if error is not None:
             self._transfer.abort(error)
         with self._lock:
             self._scattering -= 1
-            self._ended.append((message.slot, error))
+            self._ended.append((slot, error))
             self._left -= error is None
             due = not self._left or error is not None or len(self._ended) >= together(self._loan.slots)
         self._transfer.drop()

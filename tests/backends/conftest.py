@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import itertools
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,10 +19,14 @@ import kvxfer
 from kvxfer import CacheLayout
 from kvxfer.connector import WAYS
 
-from .peer import SECRET, Peer, make_arrays, placed
+from .peer import SECRET, Peer, chosen, make_arrays, placed
 
 OWN = {
     "shm": (("mapped", "shared"), ("direct", "private"), ("packed", "private"), ("packed", "shared")),
+    # The NCCL backend on a fake of NCCL, in host memory (tests/nccl_fake.py): by send and receive; by put and signal.
+    "fake_nccl": (("packed", "private"),),
+    "fake_nccl_put": (("packed", "private"),),
+    "nccl": (("packed", "gpu"),),
     "nixl": (("direct", "private"), ("packed", "private"), ("packed", "shared")),
     "cuda_ipc": (
         ("mapped", "gpu"),
@@ -41,7 +46,9 @@ def is_there(backend: str) -> bool:
     """Whether one of our backends can be tested here."""
     if backend == "nixl":
         return importlib.util.find_spec("nixl_cu13") is not None
-    return backend == "shm" or gpu_is_there()
+    if backend == "nccl":
+        return gpu_is_there() and importlib.util.find_spec("nccl") is not None and "KVXFER_PEER_GPU" in os.environ
+    return backend == "shm" or backend.startswith("fake_") or gpu_is_there()
 
 
 def gpu_is_there() -> bool:
@@ -93,6 +100,12 @@ def road(request: pytest.FixtureRequest) -> Iterator[Pair]:
     backend, way, memory = request.param
     with (
         Peer(backend, ways=(way,)) as peer,
-        kvxfer.Connector("here", backends=[backend], ways=(way,), secret=SECRET) as here,
+        kvxfer.Connector("here", backends=[chosen(backend)], ways=(way,), secret=SECRET) as here,
     ):
         yield Pair(backend, way, memory, here, peer, (f"kv{i}" for i in itertools.count()))
+        if backend.startswith("fake_nccl"):
+            from tests.nccl_fake import breaches
+
+            assert breaches == peer.breaches() == []
+            takers = [link._taker for link in here._node.backends[backend]._links if link._taker is not None]
+            assert {taker.one_sided for taker in takers} <= {backend.endswith("put")}

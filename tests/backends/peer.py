@@ -8,8 +8,10 @@ import multiprocessing
 import os
 import secrets
 import signal
+import threading
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -59,12 +61,33 @@ def read(arrays: dict[str, Any]) -> dict[str, np.ndarray]:
     return {name: np.array(array) if isinstance(array, np.ndarray) else array.get() for name, array in arrays.items()}
 
 
+def held() -> dict[str, int]:
+    """What this process holds, and what is free on its GPU."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    free, _ = importlib.import_module("cupy").cuda.runtime.memGetInfo()
+    return {
+        "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+        "gpu_free_bytes": int(free),
+    }
+
+
 def placed(layout: CacheLayout, memory: str) -> CacheLayout:
     """The layout with its regions where `memory` says."""
     on_gpu = memory in ("gpu", "vmm", "expandable")
     device = f"cuda:{importlib.import_module('cupy').cuda.runtime.getDevice()}" if on_gpu else "cpu"
     regions = tuple(msgspec.structs.replace(region, device=device) for region in layout.regions)
     return msgspec.structs.replace(layout, regions=regions)
+
+
+def chosen(backend: str) -> Any:
+    """What `Connector(backends=)` takes for a name: backends of the tests are not installed."""
+    if backend.startswith("fake_nccl"):
+        fake = importlib.import_module("tests.nccl_fake").FakeNcclBackend(fake={"one_sided": backend.endswith("put")})
+        fake.name = backend
+        return fake
+    return backend
 
 
 class Peer:
@@ -116,7 +139,7 @@ class _Servant:
     def __init__(self, backend: str, options: dict[str, Any]) -> None:
         options = {"secret": SECRET, **options}
         name = options.pop("name", f"peer-{secrets.token_hex(4)}")
-        self.connector = kvxfer.Connector(name, backends=[backend], **options)
+        self.connector = kvxfer.Connector(name, backends=[chosen(backend)], **options)
         self.caches: dict[str, kvxfer.Cache] = {}
         self.arrays: dict[str, dict[str, np.ndarray]] = {}
         self.leases: dict[bytes, kvxfer.Lease] = {}
@@ -124,6 +147,21 @@ class _Servant:
 
     def endpoint(self) -> str:
         return self.connector.endpoint
+
+    def reduce_all(self, unique_id: bytes, rank: int, rounds: int) -> None:
+        """Begin what an engine does beside transfers."""
+        self.engine = importlib.import_module("tests.gpu.nccl_engine").AllReduceLoop(unique_id, rank, rounds)
+
+    def reduced(self, timeout_s: float) -> str:
+        """Wait for its end; what went wrong, or an empty string."""
+        return self.engine.join(timeout_s)
+
+    def held(self) -> dict[str, int]:
+        """Memory, file descriptors, threads and free GPU memory of this process."""
+        return held()
+
+    def breaches(self) -> list[str]:
+        return importlib.import_module("tests.nccl_fake").breaches
 
     def register(self, name: str, layout: CacheLayout, memory: str, seed: int | None) -> None:
         self.arrays[name] = make_arrays(layout, memory, seed)

@@ -32,6 +32,8 @@ LAYOUTS = {
 def packed(road: Pair) -> Pair:
     if road.way != "packed":
         pytest.skip("what is packed ahead is read the packed way")
+    if road.backend.startswith("fake_nccl"):
+        pytest.skip("a shelf that has no address here is read one-sidedly, or not at all")
     layout, until = paged("float16"), time.monotonic() + 20
     while True:  # the first one tells the peer of the shelf, which takes a message
         name, cache, _ = road.caches(layout, layout)

@@ -34,8 +34,8 @@ _OFFER = m.PackedOffer(
     staging=_REGION, offset=4096, slot_bytes=1024, slots=3, wire="raw", checksums=False, headers_apart=False
 )
 MESSAGES = {
-    "hello": m.Hello(protocol=2, nonce=bytes(16), identity=_IDENTITY),
-    "welcome": m.Welcome(protocol=2, nonce=bytes(16), session=bytes(range(16)), identity=_IDENTITY),
+    "hello": m.Hello(protocol=3, nonce=bytes(16), identity=_IDENTITY),
+    "welcome": m.Welcome(protocol=3, nonce=bytes(16), session=bytes(range(16)), identity=_IDENTITY),
     "description": m.Description(
         backends={"shm": b"\x07"},
         lease_table=_REGION,
@@ -45,6 +45,7 @@ MESSAGES = {
     ),
     "ping": m.Ping(),
     "bye": m.Bye(),
+    "link": m.LinkMessage(backend="nccl", payload=b"\x01\x02"),
     "release": m.Release(slot=1, lease=2, reader=0, readers=4),
     "renew": m.Renew(slot=1, lease=2, ttl_s=30.0),
     "notice": m.Notice(payload=b"a word"),
@@ -74,7 +75,7 @@ MESSAGES = {
         allow_missing=False,
     ),
     "grant": m.Grant(transfer=9, offer=_OFFER),
-    "chunk": m.Chunk(transfer=9, stage=0, index=2, slot=1, header=b"\x05"),
+    "chunk": m.Chunk(transfer=9, stage=0, index=2, slot=1, header=b"\x05", announced=4),
     "credit": m.Credit(transfer=9, slot=1),
     "stop": m.Stop(transfer=9),
     "ended": m.Ended(transfer=9, error="Cancelled", reason="why"),

@@ -2,7 +2,10 @@
 # Builds the package for this machine's GPUs and runs everything that needs one: tests, the backend's conformance suite,
 # benchmarks, compute-sanitizer. Run from the repository. Writes logs and JSON to $OUT (default: build/gpu).
 #
-#   STEPS="..."     of: tests formats peer ipc backend nixl bench bench_copy bench_formats sanitizer sanitizer_formats
+#   STEPS="..."     of: tests formats peer ipc backend nixl nccl nccl_cycles bench bench_copy bench_formats bench_nccl
+#                  demo_nccl sanitizer sanitizer_formats
+#   NCCL=...        a libnccl.so.2 to use in the place of the environment's, in the steps of NCCL
+#   CYCLES=1000     of connecting and disconnecting, in the step nccl_cycles
 #   MAXFAIL=10     failed tests after which a step ends
 #   BENCH="..."     arguments of benchmarks/bench_gpu.py, say --steps fetch,latency
 #   OUT=...         where results go
@@ -41,6 +44,10 @@ tests() {  # name, seconds, arguments of pytest...
 
 one_gpu() {  # a command that sees one GPU and starts processes that see the other, where there is one
   CUDA_VISIBLE_DEVICES=0 KVXFER_PEER_GPU=$((gpus > 1 ? 1 : 0)) "$@"
+}
+
+with_nccl() {  # a command that uses $NCCL, if that is set
+  LD_PRELOAD=${NCCL:-${LD_PRELOAD:-}} "$@"
 }
 
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader || exit 1
@@ -92,7 +99,7 @@ for name in $STEPS; do
     tests)
       tests tests 240 -m "not multi_gpu" tests/gpu \
         --ignore tests/gpu/test_cuda_formats.py --ignore tests/gpu/test_cuda_formats_mapping.py \
-        --ignore tests/gpu/test_cuda_ipc.py
+        --ignore tests/gpu/test_cuda_ipc.py --ignore tests/gpu/test_nccl.py
       ;;
     formats) tests formats 280 tests/gpu/test_cuda_formats.py ;;
     peer) tests peer 180 tests/gpu/test_cuda_peer.py tests/gpu/test_cuda_formats_peer.py ;;
@@ -101,6 +108,26 @@ for name in $STEPS; do
       one_gpu tests backend 300 tests/backends --kvxfer-backend cuda_ipc
       ;;
     nixl) one_gpu tests nixl 200 tests/backends --kvxfer-backend nixl ;;
+    nccl)
+      one_gpu with_nccl tests nccl_backend 200 tests/backends --kvxfer-backend nccl
+      one_gpu with_nccl tests nccl 300 -s --timeout 120 -m "not slow" tests/gpu/test_nccl.py \
+        tests/unit/test_nccl_surface.py
+      grep -h "one-sided\|beside\|a slow fetch\|NCCL channel" "$LOGS/nccl.log"
+      ;;
+    nccl_cycles)
+      KVXFER_CYCLES=${CYCLES:-1000} one_gpu with_nccl tests nccl_cycles 560 -s --timeout 550 -m slow \
+        tests/gpu/test_nccl.py
+      grep -h "^cycle" "$LOGS/nccl_cycles.log"
+      ;;
+    demo_nccl)
+      with_nccl step demo_nccl 120 "$PYTHON" -m kvxfer.cli demo --backend nccl --synthetic
+      cat "$LOGS/demo_nccl.log"
+      ;;
+    bench_nccl)
+      # shellcheck disable=SC2086
+      with_nccl step bench_nccl 280 "$PYTHON" benchmarks/bench_nccl.py --json "$OUT/nccl.json" ${BENCH:-}
+      cat "$LOGS/bench_nccl.log"
+      ;;
     bench)
       # shellcheck disable=SC2086
       step bench 240 "$PYTHON" benchmarks/bench_gpu.py --json "$OUT/gpu.json" ${BENCH:-}

@@ -10,10 +10,11 @@ import pytest
 
 from kvxfer.cli import size as command
 from kvxfer.errors import InvalidRequest
+from kvxfer.formats import HEADER_BYTES, join_packed
 from kvxfer.models import PRESETS, layout_for
 from kvxfer.plan import join
-from kvxfer.sizing import size
-from kvxfer.transfers.staging import SLOTS
+from kvxfer.sizing import least_staging_bytes, size
+from kvxfer.transfers.staging import SLOTS, UNIT_BYTES
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -123,3 +124,18 @@ def test_table(capsys):
     text = run(capsys, "--model", "DeepSeek-V4-Flash", "--tokens", "1048576")
     assert "3,850.25" in text and "1,002,240" in text and "c128_state" in text
     assert max(map(len, text.splitlines())) <= 110
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_least_staging_holds_the_largest_chunk(name):
+    probe = layout_for(name)
+    layout = layout_for(name, num_blocks=sum(group.blocks_to_move(5000) for group in probe.groups))
+    ends = np.cumsum([group.blocks_to_move(5000) for group in layout.groups])
+    counts = [group.blocks_to_move(5000) for group in layout.groups]
+    lists = {
+        group.name: np.arange(end - count, end, dtype=np.int32)
+        for group, count, end in zip(layout.groups, counts, ends, strict=True)
+    }
+    plan = join_packed([layout], layout, "raw")[0].plan(lists, lists, tokens=5000)
+    least, largest = least_staging_bytes(layout), HEADER_BYTES + plan.largest_segment_bytes
+    assert largest <= least < 2 * largest + UNIT_BYTES

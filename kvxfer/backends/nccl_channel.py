@@ -1,0 +1,315 @@
+"""One direction between two processes over NCCL: a communicator of two, a stream, and the chunks that cross.
+
+Each direction has a communicator of its own, so that two processes that write to each other never wait for each other:
+NCCL carries out the calls of one communicator in order. Both ends make the same calls in the same order, which is the
+order in which the writer has announced its chunks.
+
+Nothing here waits. Whoever asks whether a crossing has ended takes the channel a step further. A channel that fails
+aborts its communicator and stays failed; its crossings end once its stream has passed what was enqueued, since a kernel
+may be at work until then. What the writing and the taking end do differently is in nccl_ends.py.
+
+Imports base.py, nccl_library.py, nccl_messages.py and errors.
+"""
+
+from __future__ import annotations
+
+import abc
+import collections
+import enum
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvxfer.backends.base import Operation
+from kvxfer.backends.nccl_library import Communicator, Event, Gpus, Library, Stream
+from kvxfer.backends.nccl_messages import Failed, Go
+from kvxfer.errors import BackendError, DeadlineExceeded, KvxferError, PeerGone, as_kvxfer_error
+
+_log = logging.getLogger(__name__)
+
+
+class State(enum.Enum):
+    """How a channel stands."""
+
+    CLOSED = "closed"
+    JOINING = "joining"  # NCCL makes the communicator
+    WINDOW = "window"  # and the window
+    OPEN = "open"
+    FAILED = "failed"
+
+
+TRANSITIONS = {
+    State.CLOSED: {State.JOINING, State.FAILED},
+    State.JOINING: {State.JOINING, State.WINDOW, State.OPEN, State.FAILED},
+    State.WINDOW: {State.CLOSED, State.JOINING, State.OPEN, State.FAILED},
+    State.OPEN: {State.JOINING, State.FAILED},  # where the other end has no window after all
+    State.FAILED: set(),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a backend was made with. Seconds."""
+
+    max_ctas: int  # thread blocks of one call; 0 leaves the number to NCCL
+    one_sided: bool  # whether windows are tried
+    open_timeout_s: float  # for a communicator, and again for a window
+    stall_timeout_s: float  # without a chunk that ends
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What both channels of a link have in common."""
+
+    library: Library
+    gpus: Gpus
+    ordinal: int
+    settings: Settings
+    say: Callable[[Any], None]  # to the peer's link, in order
+    may_call: Callable[[], bool]  # whether the calling thread is on the right device, or was put there
+    window_memory: Callable[[int], tuple[int, int] | None]  # address and bytes of window memory around an address
+
+
+class Crossing(Operation):
+    """One chunk on its way, at either end."""
+
+    def __init__(self, channel: Channel, number: int, local: int, remote: int, nbytes: int) -> None:
+        self.number, self.local, self.remote, self.nbytes = number, local, remote, nbytes
+        self.announced = number + 1
+        self._channel = channel
+        self.event: Event | None = None
+        self.issued = self.passed = self.taken = self.is_put = False
+        self.go: Go | None = None
+
+    def poll(self) -> bool:
+        return self._channel.has_ended(self)
+
+
+class Channel(abc.ABC):
+    """One end of a direction. Thread-safe."""
+
+    rank: int
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._lock = threading.RLock()
+        self.state = State.CLOSED
+        self.generation = 0  # of the communicator: a channel may need a second one, without a window
+        self.error: KvxferError | None = None
+        self.one_sided = False
+        self._comm: Communicator | None = None
+        self._stream: Stream | None = None
+        self._free_events: list[Event] = []
+        self._due = 0.0
+        self._queue: collections.deque[Crossing] = collections.deque()  # not asked of NCCL yet
+        self._issued: collections.deque[Crossing] = collections.deque()  # not passed by the stream yet
+        self._crossings: dict[int, Crossing] = {}  # not ended
+        self._used = False  # a chunk has been asked for
+        self._behind: Event | None = None  # of a failed channel: behind all that its stream has to pass
+
+    # --- what a link asks -----------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Take the channel as far as it gets without waiting."""
+        with self._lock:
+            if self.state in (State.CLOSED, State.FAILED) and not (self.state is State.CLOSED and self._crossings):
+                return
+            try:
+                self._step()
+            except Exception as error:
+                self.fail(as_kvxfer_error(error))
+
+    def has_ended(self, crossing: Crossing) -> bool:
+        """Whether a crossing has; raises the channel's error once it has ended by that."""
+        self.advance()
+        with self._lock:
+            if crossing.number not in self._crossings:
+                return True
+            if self.state is not State.FAILED or (crossing.issued and not crossing.passed and not self.is_at_rest):
+                return False
+            raise self.error
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing that NCCL was asked for is at work any more."""
+        with self._lock:
+            if self.state is State.FAILED:
+                return self._stream is None or (self._behind is not None and self._behind.done())
+            return not self._issued
+
+    def fail(self, error: KvxferError, *, tell: bool = True) -> None:
+        """Give the channel up, for good; idempotent. `tell` the peer, whose end then does the same."""
+        with self._lock:
+            if self.state is State.FAILED:
+                return
+            used = self.state is not State.CLOSED or bool(self._crossings)
+            self._to(State.FAILED)
+            self.error = error
+            self._queue.clear()
+            if used and not isinstance(error, PeerGone):
+                _log.warning("an NCCL channel has failed: %s", error)
+            if used and tell:
+                self._site.say(Failed(writing=self.rank == 0, reason=str(error)))
+            if self._issued and self._issued[-1].event is None:
+                self._abort(then=self._mark_end)  # NCCL may still put something on the stream
+            else:
+                self._mark_end()  # whatever else the abort waits for, kernels end by it at once
+                self._abort()
+
+    # --- the communicator -----------------------------------------------------------------------------------
+
+    def _join(self, generation: int, unique_id: Callable[[], bytes]) -> None:
+        """Begin to make the communicator, on a thread of its own: NCCL's first call may load half a system."""
+        self.generation = generation
+        self._to(State.JOINING)
+        self._due = time.monotonic() + self._site.settings.open_timeout_s
+
+        def joining() -> None:
+            site, made = self._site, None
+            try:
+                site.gpus.make_current(site.ordinal)
+                made = site.library.communicator(unique_id(), self.rank, max_ctas=site.settings.max_ctas)
+            except Exception as error:
+                with self._lock:
+                    if self.generation == generation:
+                        self.fail(as_kvxfer_error(error))
+                return
+            with self._lock:
+                wanted = self.generation == generation and self.state is State.JOINING
+                if wanted:
+                    self._comm = made
+            if not wanted:
+                _abort(made)
+
+        _aside(joining)
+
+    def _abort(self, then: Callable[[], None] = lambda: None) -> None:
+        comm, self._comm = self._comm, None
+
+        def aborting() -> None:
+            self._site.gpus.make_current(self._site.ordinal)
+            _abort(comm)
+            then()
+
+        if comm is not None:
+            _aside(aborting)
+        else:
+            then()
+
+    def _mark_end(self) -> None:
+        """Nothing more comes onto the stream: what kernels still do is over when it has passed this."""
+        with self._lock:
+            if self._stream is not None:
+                behind = self._site.gpus.event(self._site.ordinal)
+                behind.record(self._stream.address)
+                self._behind = behind
+
+    def _to(self, state: State) -> None:
+        assert state in TRANSITIONS[self.state], (self.state, state)
+        self.state = state
+
+    # --- steps ----------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        if self.state is State.JOINING:
+            if self._comm is not None and self._comm.ready():
+                self._joined()
+            elif time.monotonic() > self._due:
+                raise DeadlineExceeded(
+                    f"NCCL has made no communicator within {self._site.settings.open_timeout_s:g} s: can the two "
+                    "reach each other (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)?"
+                )
+        if self.state is State.WINDOW:
+            self._look_at_window()
+        if self.state is State.OPEN:
+            self._move()
+        if self._crossings and self.state in (State.OPEN, State.CLOSED) and time.monotonic() > self._due:
+            raise DeadlineExceeded(
+                f"NCCL has moved nothing for {self._site.settings.stall_timeout_s:g} s, with {len(self._crossings)} "
+                "chunks under way"
+            )
+
+    def _move(self) -> None:
+        while self._launched():
+            if not self._queue or not self._may_go(self._queue[0]) or not self._site.may_call():
+                break
+            crossing = self._queue.popleft()
+            if self._stream is None:
+                self._stream = self._site.gpus.stream(self._site.ordinal)
+            crossing.issued = self._used = True
+            self._issued.append(crossing)
+            self._issue(crossing, self._comm, self._stream.address)
+        while self._issued and self._issued[0].event is not None and self._issued[0].event.done():
+            crossing = self._issued.popleft()
+            self._free_events.append(crossing.event)
+            crossing.passed = True
+            self._wait_anew()
+            self._has_passed(crossing)
+
+    def _launched(self) -> bool:
+        """Whether NCCL has enqueued what it was last asked for: it may have to connect first, and then nothing else
+        may be asked of it or put on its stream."""
+        if not self._issued or self._issued[-1].event is not None:
+            return True
+        if not self._comm.ready():
+            return False
+        event = self._free_events.pop() if self._free_events else self._site.gpus.event(self._site.ordinal)
+        event.record(self._stream.address)
+        self._issued[-1].event = event
+        return True
+
+    def _add(self, crossing: Crossing) -> None:
+        if not self._crossings:
+            self._wait_anew()
+        self._crossings[crossing.number] = crossing
+        self._queue.append(crossing)
+
+    def _end(self, crossing: Crossing) -> None:
+        self._crossings.pop(crossing.number, None)
+        self._wait_anew()
+
+    def _wait_anew(self) -> None:
+        if self.state in (State.OPEN, State.CLOSED):
+            self._due = time.monotonic() + self._site.settings.stall_timeout_s
+
+    def _opened(self, *, one_sided: bool, why_not: str) -> None:
+        self._to(State.OPEN)
+        self.one_sided = one_sided
+        self._wait_anew()
+        how = "put and signal" if one_sided else f"send and receive: {why_not}"
+        _log.info("an NCCL channel is open (generation %d, rank %d), by %s", self.generation, self.rank, how)
+
+    @abc.abstractmethod
+    def _joined(self) -> None:
+        """The communicator is there."""
+
+    @abc.abstractmethod
+    def _look_at_window(self) -> None:
+        """Whether the window is."""
+
+    @abc.abstractmethod
+    def _may_go(self, crossing: Crossing) -> bool:
+        """Whether NCCL may be asked for the next chunk."""
+
+    @abc.abstractmethod
+    def _issue(self, crossing: Crossing, comm: Communicator, stream: int) -> None:
+        """Ask for it."""
+
+    @abc.abstractmethod
+    def _has_passed(self, crossing: Crossing) -> None:
+        """The stream has passed it."""
+
+
+def _aside(call: Callable[[], None]) -> None:
+    """Run a call of NCCL's that may take long on a thread of its own."""
+    threading.Thread(target=call, name="kvxfer-nccl", daemon=True).start()
+
+
+def _abort(comm: Communicator) -> None:
+    try:
+        comm.abort()
+    except BackendError as error:
+        _log.warning("aborting an NCCL communicator: %s", error)
