@@ -7,8 +7,8 @@ import multiprocessing
 import secrets
 import signal
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 
@@ -109,13 +109,9 @@ class WorkerProcess:
         context = multiprocessing.get_context("spawn")
         connection, worker_connection = context.Pipe()
         self._process = context.Process(name=name, target=run, args=(worker_connection, secret, options), daemon=True)
-        # Ctrl-C reaches every process of a terminal, and is the front's to act on: workers inherit that it is blocked.
         resource_tracker.ensure_running()  # started with the worker, it would unblock the signal
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        with _without_interrupts():
             self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         worker_connection.close()
         self._channel = Channel(connection)
 
@@ -161,3 +157,22 @@ class WorkerProcess:
             f"expected an answer of the {self._process.name} worker, saw it end with exit code "
             f"{self._process.exitcode}: its own output says why"
         )
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """What is started within never gets a Ctrl-C, and this process only afterwards.
+
+    Ctrl-C reaches every process of a terminal, and is this one's to act on. A new process inherits that the signal is
+    blocked; but that holds for one thread, and another one, of a library, may take it, so the handler waits as well.
+    """
+    came: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+    if came:
+        raise KeyboardInterrupt

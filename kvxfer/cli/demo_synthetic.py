@@ -10,6 +10,7 @@ import os
 import secrets
 import signal
 import time
+from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,13 +46,9 @@ def demonstrate(args: argparse.Namespace) -> Report:
     gpu = _other_gpu() if args.memory == "gpu" else None
     options = (args.model, args.tokens, args.memory, args.backend, gpu)
     process = context.Process(target=_prefill, args=(theirs, *options, secret), daemon=True)
-    # Ctrl-C reaches every process of a terminal, and is this one's to act on: the other inherits that it is blocked.
     resource_tracker.ensure_running()  # started with the process, it would unblock the signal
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with _without_interrupts():
         process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     theirs.close()
     try:
         report = _decode(args, layout, secret, ours)
@@ -66,6 +63,25 @@ def demonstrate(args: argparse.Namespace) -> Report:
         process.kill()  # after an error or Ctrl-C, wherever it is
         process.join()
         remove_orphans()
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """What is started within never gets a Ctrl-C, and this process only afterwards.
+
+    Ctrl-C reaches every process of a terminal, and is this one's to act on. A new process inherits that the signal is
+    blocked; but that holds for one thread, and another one, of a library, may take it, so the handler waits as well.
+    """
+    came: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+    if came:
+        raise KeyboardInterrupt
 
 
 def _check_room(layout: CacheLayout, memory: str) -> None:
