@@ -197,7 +197,7 @@ def fetches(case: str, backend: str, calls: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--calls", type=int, default=400, help="measured calls of each row (default %(default)s)")
     args = parser.parse_args()
     results = []
@@ -226,7 +226,7 @@ def main() -> None:
                 f"{at['first_byte']}, call returned {at['returned']}, processor time of the thread {at['thread']}"
             )
     if args.json:
-        timing.save(Path(args.json), timing.environment(), results)
+        timing.save(args.json, timing.environment(), results)
 
 
 if __name__ == "__main__":

@@ -190,7 +190,7 @@ def table(rows: list[dict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--rate", default="10gbit", help="what a host may send, in tc's words (default %(default)s)")
     parser.add_argument("--blocks", type=int, nargs="+", default=[4, 16, 64], help="KiB (default 4 16 64)")
     parser.add_argument("--megabytes", type=int, default=64, help="bytes moved by a call (default %(default)s MiB)")
@@ -215,7 +215,7 @@ def main() -> None:
     rows = json.loads(done.stdout.splitlines()[-1])
     print(table(rows))
     if args.json:
-        timing.save(Path(args.json), timing.environment(rate=args.rate), [{"rows": rows}])
+        timing.save(args.json, timing.environment(rate=args.rate), [{"rows": rows}])
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def memory(transfers: int) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--gigabytes", type=int, default=2, help="GiB moved (default %(default)s)")
     parser.add_argument("--transfers", type=int, default=10_000, help="small ones, for memory (default %(default)s)")
     args = parser.parse_args()
@@ -206,7 +206,7 @@ def main() -> None:
     for name, values in result.items():
         print(name, *(values if isinstance(values, list) else [values]), sep="\n  ")
     if args.json:
-        timing.save(Path(args.json), timing.environment(), [result])
+        timing.save(args.json, timing.environment(), [result])
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def table(content: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=Path, metavar="FILE", required=True)
     parser.add_argument("--page", type=Path, help="page of the documentation that gets the table")
     parser.add_argument("--only-show", action="store_true", help="the table of what is in the JSON file already")
     parser.add_argument(
