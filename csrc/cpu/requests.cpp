@@ -202,7 +202,7 @@ int64_t Request::copy(const std::uint64_t* src_bases, const std::uint64_t* dst_b
     const int64_t room = (max_bytes - copied) / part.nbytes;
     if (copied && room < 1) break;
     const int64_t count = std::min(paired.count - next_pair_, std::max<int64_t>(1, room));
-    const Segments segments{paired.src_block, paired.dst_block, nullptr, nullptr, nullptr, nullptr, 0};
+    const Segments segments{paired.src_block, paired.dst_block, nullptr, nullptr, nullptr, nullptr, part.nbytes};
     cpu::copy({part.rows.data(), static_cast<int64_t>(part.rows.size()), segments, next_pair_, count}, src_bases,
               dst_bases, threads);
     copied += count * part.nbytes;
