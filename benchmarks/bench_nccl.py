@@ -300,7 +300,7 @@ def main() -> None:
     if reason := cuda.why_unavailable():
         raise SystemExit(f"bench_nccl needs two GPUs: {reason}")
     backend = NcclBackend()
-    library, missing = str(backend.library), backend.library.missing
+    library, missing = str(backend.libnccl), backend.libnccl.missing
     backend.close()
     one_sided = f"no, it lacks {missing[0]}" if missing else "tried"
     print(f"{library}; one-sided: {one_sided}; max_ctas {MAX_CTAS}", flush=True)

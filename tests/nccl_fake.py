@@ -476,7 +476,7 @@ class FakeNcclBackend(NcclBackend):
     def allocate(self, nbytes: int) -> Registration:
         made = super().allocate(nbytes)
         self._gpu_spans.add(made.address, nbytes)
-        if not self.library.missing:
+        if not self.libnccl.missing:
             memory = nccl_library.WindowMemory.__new__(nccl_library.WindowMemory)  # shared memory is freed otherwise
             memory.address, memory.nbytes = made.address, nbytes
             self._windows.append(memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 
@@ -48,3 +49,22 @@ class Tap:
         self._front.close()
         self._back.close()
         self._context.term()
+
+
+def mangler(seed: int) -> Callable[[bytes], list[bytes]]:
+    """For `Tap.mangle`: loses a tenth of the messages, doubles a tenth, and lets a tenth come behind the next one."""
+    dice, late = random.Random(seed), []
+
+    def mangle(data: bytes) -> list[bytes]:
+        frames, fate = [data, *late], dice.random()
+        late.clear()
+        if fate < 0.1:
+            return frames[1:]
+        if fate < 0.2:
+            return [data, *frames]
+        if fate < 0.3:
+            late.append(data)
+            return frames[1:]
+        return frames
+
+    return mangle

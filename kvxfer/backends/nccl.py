@@ -8,7 +8,7 @@ put into a window and signalled instead, which takes no multiprocessors; see ncc
 Host memory (lease tables) goes through shared memory as in shm.py, which this backend contains; between hosts words and
 records of lease tables are asked for over the control channel.
 
-Imports base.py, shm.py, process.py, the nccl modules and errors.
+Imports base.py, shm.py, process.py, the nccl modules, checks and errors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from kvxfer import _native
+from kvxfer import _native, checks
 from kvxfer.backends.base import Backend, Capabilities, ControlLine, Link, Registration
 from kvxfer.backends.nccl_channel import Settings, Site
 from kvxfer.backends.nccl_library import Gpus, Library, WindowMemory
@@ -32,7 +32,7 @@ from kvxfer.backends.nccl_link import GPU, HOST, PIECE_BYTES, Handle, Hello, Ncc
 from kvxfer.backends.nccl_messages import encode
 from kvxfer.backends.process import Process
 from kvxfer.backends.shm import SharedMemoryBackend
-from kvxfer.errors import BackendError, InvalidRequest, PeerGone
+from kvxfer.errors import BackendError, PeerGone
 
 _log = logging.getLogger(__name__)
 
@@ -61,12 +61,10 @@ class NcclBackend(Backend):
 
         Raises MissingExtra without nccl4py, BackendError without NCCL, a driver or a GPU, InvalidRequest.
         """
-        if isinstance(max_ctas, bool) or not isinstance(max_ctas, int) or not 0 <= max_ctas <= 32:
-            raise InvalidRequest(f"max_ctas must be an integer from 0 to 32, got {max_ctas!r}")
-        for name, value in (("open_timeout_s", open_timeout_s), ("stall_timeout_s", stall_timeout_s)):
-            if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-                raise InvalidRequest(f"{name} must be a number of seconds above 0, got {value!r}")
-        self.library, self.gpus = self._doors()
+        max_ctas = checks.integer("max_ctas", max_ctas, 0, 32)
+        open_timeout_s = checks.seconds("open_timeout_s", open_timeout_s)
+        stall_timeout_s = checks.seconds("stall_timeout_s", stall_timeout_s)
+        self.libnccl, self.gpus = self._doors()
         if why := self.gpus.why_unavailable():
             raise BackendError(f"NCCL moves memory of GPUs: {why}")
         self.settings = Settings(
@@ -142,14 +140,14 @@ class NcclBackend(Backend):
 
     def allocate_on_gpu(self, nbytes: int, ordinal: int) -> WindowMemory | None:
         """Memory that windows may be made of, where puts are possible; None where ordinary memory does as well."""
-        if not self.settings.one_sided or self.library.missing:
+        if not self.settings.one_sided or self.libnccl.missing:
             return None
         made: list[WindowMemory | BaseException] = []
 
         def allocate() -> None:
             try:
                 self.gpus.make_current(ordinal)
-                made.append(self.library.allocate(nbytes))
+                made.append(self.libnccl.allocate(nbytes))
             except BaseException as error:
                 made.append(error)
 
@@ -175,8 +173,8 @@ class NcclBackend(Backend):
     def hello(self) -> bytes:
         return msgspec.msgpack.encode(
             Hello(
-                version=self.library.version,
-                path=self.library.path,
+                version=self.libnccl.version,
+                path=self.libnccl.path,
                 process=Process.this(),
                 host=self._host.hello(),
             )
@@ -184,9 +182,9 @@ class NcclBackend(Backend):
 
     def connect(self, hello: bytes) -> Link:
         version, path, *_ = [*decode_struct(hello, list), None, None]
-        if version != self.library.version:
+        if version != self.libnccl.version:
             raise BackendError(
-                f"the peer has NCCL {version!s:.40} ({path!s:.200}), this side {self.library}: NCCL joins equal "
+                f"the peer has NCCL {version!s:.40} ({path!s:.200}), this side {self.libnccl}: NCCL joins equal "
                 "releases only, so install one on both sides (what LD_PRELOAD or the environment brings counts)"
             )
         link = NcclLink(self, decode_struct(hello, Hello), self._join_host(hello))
@@ -233,7 +231,7 @@ class NcclBackend(Backend):
             return False
 
         return Site(
-            library=self.library,
+            libnccl=self.libnccl,
             gpus=self.gpus,
             ordinal=ordinal,
             settings=self.settings,

@@ -64,7 +64,7 @@ class Settings:
 class Site:
     """What both channels of a link have in common."""
 
-    library: Library
+    libnccl: Library
     gpus: Gpus
     ordinal: int
     settings: Settings
@@ -171,7 +171,7 @@ class Channel(abc.ABC):
             site, made = self._site, None
             try:
                 site.gpus.make_current(site.ordinal)
-                made = site.library.communicator(unique_id(), self.rank, max_ctas=site.settings.max_ctas)
+                made = site.libnccl.communicator(unique_id(), self.rank, max_ctas=site.settings.max_ctas)
             except Exception as error:
                 with self._lock:
                     if self.generation == generation:

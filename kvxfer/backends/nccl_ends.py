@@ -70,8 +70,8 @@ class Writer(Channel):
     def _window_to_try(self, local: int) -> tuple[tuple[int, int] | None, str]:
         if not self._site.settings.one_sided:
             return None, "the one-sided way is switched off"
-        if self._site.library.missing:
-            return None, f"{self._site.library} has no {self._site.library.missing[0]}"
+        if self._site.libnccl.missing:
+            return None, f"{self._site.libnccl} has no {self._site.libnccl.missing[0]}"
         window = self._site.window_memory(local)
         return window, "" if window else "this side's memory is not of NCCL's allocator"
 
@@ -80,7 +80,7 @@ class Writer(Channel):
         self._accepted = self._peers_window = None
 
         def unique_id() -> bytes:
-            made = self._site.library.unique_id()
+            made = self._site.libnccl.unique_id()
             window_bytes = window[1] if window else 0
             self._site.say(Open(generation=generation, unique_id=made, address=remote, window_bytes=window_bytes))
             return made

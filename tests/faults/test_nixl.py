@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from processes import SIZES, Process, until
-from tap import Tap
+from tap import Tap, mangler
 
 from kvxfer.errors import BackendError
 
@@ -164,20 +164,6 @@ def test_a_prefill_that_stands_still_slows_no_fetch_from_another(start):
 
 
 def test_messages_that_are_lost_doubled_or_out_of_order_end_transfers_and_leak_nothing(start):
-    dice, late = random.Random(7), []
-
-    def mangle(data: bytes) -> list[bytes]:
-        frames, fate = [data, *late], dice.random()
-        late.clear()
-        if fate < 0.1:
-            return frames[1:]
-        if fate < 0.2:
-            return [data, *frames]
-        if fate < 0.3:
-            late.append(data)
-            return frames[1:]
-        return frames
-
     tap = Tap()
     try:
         port = free_port()
@@ -185,7 +171,7 @@ def test_messages_that_are_lost_doubled_or_out_of_order_end_transfers_and_leak_n
         prefill, decode = start("prefill", fill=1, **own, **options("packed")), start("decode", **options("packed"))
         tap.connect(own["listen"])
         assert decode.fetch_now(prefill.publish([0])) == "packed"
-        tap.mangle = mangle
+        tap.mangle = mangler(7)
         outcomes = []
         for round_ in range(4):
             blocks = list(range(12 * round_, 12 * round_ + 12))

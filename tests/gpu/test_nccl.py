@@ -133,8 +133,8 @@ def test_which_way_chunks_go():
     """The one-sided way where this libnccl has it; the log says why not."""
     with peer_of(paged()) as peer, Here(paged()).meet(peer) as here:
         [link] = here.links
-        print(f"{here.backend.library}: one-sided {link._taker.one_sided}")
-        if here.backend.library.missing:
+        print(f"{here.backend.libnccl}: one-sided {link._taker.one_sided}")
+        if here.backend.libnccl.missing:
             assert not link._taker.one_sided
     with peer_of(paged()) as peer, Here(paged(), one_sided=False).meet(peer) as here:
         [link] = here.links

@@ -30,14 +30,14 @@ class Side:
     def __init__(self, kind: type, fake: dict, settings: dict) -> None:
         self.options = nccl_fake._DEFAULTS | fake
         self.gpus = nccl_fake.FakeGpus(f"gpu of {kind.__name__}", 1)
-        self.library = nccl_fake.FakeLibrary(nccl_fake.FakeNccl(self.options, self.gpus))
+        self.libnccl = nccl_fake.FakeLibrary(nccl_fake.FakeNccl(self.options, self.gpus))
         self.memory = np.zeros(16 * NBYTES, np.uint8)
         self.said: collections.deque = collections.deque()
         self.has_window = self.options["one_sided"]
         defaults = {"max_ctas": 4, "one_sided": True, "open_timeout_s": LONG_S, "stall_timeout_s": LONG_S}
         self.channel = kind(
             Site(
-                library=self.library,
+                libnccl=self.libnccl,
                 gpus=self.gpus,
                 ordinal=0,
                 settings=Settings(**(defaults | settings)),
@@ -157,7 +157,7 @@ def test_without_a_window_chunks_are_sent_and_received(why, caplog):
 
 def test_a_window_that_hangs_is_given_up():
     two = Two(here={"one_sided": True}, there={"one_sided": True}, settings={"open_timeout_s": 1.0})
-    two.there.library._nccl.comm_window_register = lambda *_: nccl_fake.FakeWindow()  # it never tells the other end
+    two.there.libnccl._nccl.comm_window_register = lambda *_: nccl_fake.FakeWindow()  # it never tells the other end
     crossing = two.put(3)
     two.wait(lambda: ended(crossing))
     assert two.writer.generation == 2 and not two.writer.one_sided
@@ -298,7 +298,7 @@ def test_an_abort_that_hangs_holds_up_nobody():
     first = two.put(0)
     two.wait(lambda: ended(first))
     for side in (two.here, two.there):
-        side.library._nccl.comm_abort = lambda comm: (comm.abort(), hangs.wait(LONG_S))
+        side.libnccl._nccl.comm_abort = lambda comm: (comm.abort(), hangs.wait(LONG_S))
     nccl_fake.FakeStream.by_address[two.writer._stream.address].enqueue(lambda: time.sleep(0.2))
     crossing = two.put(1)
     two.writer.fail(BackendError("over"))
