@@ -2,8 +2,10 @@
 
     python benchmarks/bench_gpu.py [--json FILE] [--steps ceilings,fetch,...] [--calls 9]
 
-Needs two GPUs that reach each other, and CuPy. This process owns GPU 0, the other one GPU 1. Bytes are counted once.
-What is measured is saved after every step, so a step that fails costs its own rows only.
+Needs CuPy and two GPUs that reach each other: this process owns GPU 0, the other one GPU 1. Where there is one, both
+processes share it: what the host does is measured as well there, and what crosses a link is not (steps and rows that
+need a second GPU are left out). Bytes are counted once. What is measured is saved after every step, so a step that
+fails costs its own rows only.
 
 Steps, in this order: `fetch` (whole fetches, from the call to the confirmed end; alone, and two at a time), `model` (a
 long prompt of DeepSeek-V4.1-Flash), `latency` (one request of 64 tokens of it), `packed` (a fetch in a wire format),
@@ -78,10 +80,11 @@ def layered(piece: int, blocks: int, layers: int = LAYERS) -> CacheLayout:
 class Bench:
     """The other process, and what is measured with it."""
 
-    def __init__(self, calls: int, total: int) -> None:
-        self.calls, self.total = calls, total
+    def __init__(self, calls: int, total: int, gpus: int) -> None:
+        self.calls, self.total, self.gpus = calls, total, gpus
         self.secret = secrets.token_bytes(32)
-        self.peer = bench_shm.Prefill(self.secret, gpu="1")
+        self.peer_gpu = str(gpus - 1)
+        self.peer = bench_shm.Prefill(self.secret, gpu=self.peer_gpu)
         self._names = iter(range(1 << 30))
         self._host: list[tuple[float, float, float]] = []  # seconds of each fetch of a series; see _host_part
 
@@ -202,7 +205,7 @@ class Bench:
     def nixl(self) -> Rows:
         """The packed way over NIXL, staging on both GPUs: scattered pieces, raw and compressed."""
         more = {"chunk_bytes": 64 << 20, "staging_bytes": 512 << 20, "mover_threads": 4}
-        peer = bench_shm.Prefill(self.secret, gpu="1", backends=["nixl"], max_sms=16, **more)
+        peer = bench_shm.Prefill(self.secret, gpu=self.peer_gpu, backends=["nixl"], max_sms=16, **more)
         for piece in (4096, 65536):
             blocks = self.total // piece // LAYERS
             layout = layered(piece, blocks)
@@ -218,25 +221,34 @@ class Bench:
 
     def ceilings(self) -> Rows:
         """The same bytes in one piece, by what the runtime chooses."""
-        _connect()
-        source, target, other = (cuda.DeviceMemory(self.total, device=device) for device in (0, 0, 1))
+        here = [cuda.DeviceMemory(self.total, device=0) for _ in range(2)]
         clock = Clock(0)
         stream = clock.stream.address
-        for what, call in (
-            ("within a GPU", lambda: cuda.copy_bytes(
-                target.address, source.address, self.total, device=0, stream=stream)),
-            ("push", lambda: cuda.copy_bytes_peer(
-                other.address, 1, source.address, 0, self.total, device=0, stream=stream)),
-            ("pull", lambda: cuda.copy_bytes_peer(
-                target.address, 0, other.address, 1, self.total, device=0, stream=stream)),
-        ):  # fmt: skip
-            yield {"what": "ceiling", "way": what} | _rate(self.total, self._timed(call, clock))
+        calls = {
+            "within a GPU": lambda: cuda.copy_bytes(
+                here[1].address, here[0].address, self.total, device=0, stream=stream
+            )
+        }
+        if self.gpus > 1:
+            _connect()
+            there = cuda.DeviceMemory(self.total, device=1)
+            calls["push"] = lambda: cuda.copy_bytes_peer(
+                there.address, 1, here[0].address, 0, self.total, device=0, stream=stream
+            )
+            calls["pull"] = lambda: cuda.copy_bytes_peer(
+                here[1].address, 0, there.address, 1, self.total, device=0, stream=stream
+            )
+        for way, call in calls.items():
+            yield {"what": "ceiling", "way": way} | _rate(self.total, self._timed(call, clock))
 
     def kernels(self) -> Rows:
         """The copy kernel on scattered pieces, without a connector around it."""
-        _connect()
-        pools = Pools(2 * self.total, 2)
-        for way, (src, dst, runs_on), limits in (("push", PUSH, SMS), ("pull", PULL, SMS), ("local", (0, 0, 0), (0,))):
+        ways = [("local", (0, 0, 0), (0,))]
+        if self.gpus > 1:
+            _connect()
+            ways += [("push", PUSH, SMS), ("pull", PULL, SMS)]
+        pools = Pools(2 * self.total, self.gpus)
+        for way, (src, dst, runs_on), limits in ways:
             clock = Clock(runs_on)
             for piece in PIECES[:5]:
                 plan = scattered(piece, self.total, pools.nbytes)
@@ -288,8 +300,10 @@ class Bench:
         """Gather and pack, into this GPU and into the peer; unpack and scatter. Bytes are of bf16."""
         import bench_cuda_formats
 
-        _connect()
-        inner = bench_cuda_formats.Bench(bench_cuda_formats.Caches(2 * self.total, 2), self.calls, True)
+        if self.gpus > 1:
+            _connect()
+        caches = bench_cuda_formats.Caches(2 * self.total, self.gpus)
+        inner = bench_cuda_formats.Bench(caches, self.calls, self.gpus > 1)
         for wire in ("nvfp4", "mxfp4", "fp8_e4m3", *bench_cuda_formats.SLOW_WIRES):
             inner.format(wire, (0,))
         for row in inner.results:
@@ -359,11 +373,14 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # peers' memory is reached through two devices here
     if reason := cuda.why_unavailable():
-        raise SystemExit(f"bench_gpu needs GPUs: {reason}")
-    if cuda.device_count() < 2 or not cuda.can_access_peer(0, 1):
-        raise SystemExit("bench_gpu needs two GPUs that reach each other")
+        raise SystemExit(f"bench_gpu needs a GPU: {reason}")
+    gpus = min(cuda.device_count(), 2)
+    if gpus > 1 and not cuda.can_access_peer(0, 1):
+        raise SystemExit("bench_gpu needs GPUs that reach each other")
+    if gpus == 1:
+        print("one GPU: both processes share it, and nothing crosses a link", flush=True)
     total = args.megabytes << 20
-    bench = Bench(args.calls, total)
+    bench = Bench(args.calls, total, gpus)
     steps: dict[str, Callable[[], Rows]] = {
         "fetch": bench.fetch,
         "model": bench.model,
@@ -374,14 +391,15 @@ def main() -> None:
         "ceilings": bench.ceilings,
         "kernels": bench.kernels,
         "formats": bench.formats,
-        "peers": lambda: of_peers(total, args.calls, args.peer_timeout),
     }
+    if gpus > 1:
+        steps["peers"] = lambda: of_peers(total, args.calls, args.peer_timeout)
     wanted = args.steps.split(",") if args.steps else list(steps)
     if unknown := set(wanted) - steps.keys():
         raise SystemExit(f"unknown steps {sorted(unknown)}; there are {', '.join(steps)}")
     major, minor = cuda.compute_capability(0)
     gpu = {"compute_capability": f"{major}.{minor}", "sms": cuda.sm_count(0), "driver": cuda.driver_version()}
-    environment = timing.environment(gpus=cuda.device_count(), **gpu)
+    environment = timing.environment(gpus=gpus, **gpu)
     results: list[dict[str, Any]] = []
     failed = False
     for name in wanted:

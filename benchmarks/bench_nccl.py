@@ -2,7 +2,8 @@
 
     python benchmarks/bench_nccl.py [--json FILE] [--steps plain,fetch,...] [--megabytes 1024] [--calls 9]
 
-Needs two GPUs, CuPy and nccl4py. This process owns GPU 0, the others GPU 1. A call of ours is a whole fetch, from the
+Needs two GPUs, CuPy and nccl4py. This process owns GPU 0, the others GPU 1 (KVXFER_PEER_GPU=0: the same one, which NCCL
+2.30 or newer allows where NCCL_MULTI_RANK_GPU_ENABLE=1). A call of ours is a whole fetch, from the
 call to the confirmed end, out of blocks that are scattered over 64 layers; the ceiling is NCCL's send and receive of
 one buffer, in the same run. Bytes are counted once. What is measured is saved after every step.
 
@@ -47,6 +48,7 @@ PLAIN_BYTES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 3
 CEILINGS = {16 << 20: "16 MiB", 256 << 20: "256 MiB"}
 MODEL = "Qwen2.5-14B"
 CHUNK_BYTES, STAGING_BYTES, SMS = 64 << 20, 512 << 20, 32
+PEER_GPU = os.environ.get("KVXFER_PEER_GPU", "1")
 
 Rows = Iterator[dict[str, Any]]
 
@@ -82,7 +84,7 @@ def plain_end(pipe: Connection | None, rank: int, unique_id: bytes) -> Callable[
 
 def plain_process(pipe: Connection, unique_id: bytes) -> None:
     """The other process of NCCL's own rows."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+    os.environ["CUDA_VISIBLE_DEVICES"] = PEER_GPU
     plain_end(pipe, 1, unique_id)
 
 
@@ -137,7 +139,7 @@ class Bench:
     def _peer(self, backends: Any, limits: dict[str, int]) -> bench_shm.Prefill:
         key = (str(backends), *limits.values())
         if key not in self._peers:
-            self._peers[key] = bench_shm.Prefill(self.secret, gpu="1", backends=backends, **limits)
+            self._peers[key] = bench_shm.Prefill(self.secret, gpu=PEER_GPU, backends=backends, **limits)
         return self._peers[key]
 
     def fetches(
@@ -318,7 +320,9 @@ def main() -> None:
     wanted = args.steps.split(",") if args.steps else list(steps)
     if unknown := set(wanted) - steps.keys():
         raise SystemExit(f"unknown steps {sorted(unknown)}; there are {', '.join(steps)}")
-    environment = timing.environment(library=library, one_sided=not missing, driver=cuda.driver_version())
+    environment = timing.environment(
+        library=library, one_sided=not missing, driver=cuda.driver_version(), gpus=1 if PEER_GPU == "0" else 2
+    )
     results: list[dict[str, Any]] = []
     failed = False
     for name in wanted:

@@ -241,8 +241,9 @@ class NcclBackend(Backend):
         )
 
     def same_gpu(self, handle: Handle) -> bool:
-        """Whether a peer's memory lies on the GPU of this side, which NCCL does not join with itself."""
-        return bool(self._identity) and handle.gpu == self._identity
+        """Whether a peer's memory lies on the GPU of this side, which NCCL does not join with itself unless told to."""
+        told = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" or "NCCL_HOSTID" in os.environ
+        return bool(self._identity) and handle.gpu == self._identity and not told
 
     def holds(self, address: int, nbytes: int) -> bool:
         """Whether all of these bytes are GPU memory that is registered here."""

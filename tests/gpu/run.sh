@@ -46,8 +46,9 @@ one_gpu() {  # a command that sees one GPU and starts processes that see the oth
   CUDA_VISIBLE_DEVICES=0 KVXFER_PEER_GPU=$((gpus > 1 ? 1 : 0)) "$@"
 }
 
-with_nccl() {  # a command that uses $NCCL, if that is set
-  LD_PRELOAD=${NCCL:-${LD_PRELOAD:-}} "$@"
+with_nccl() {  # a command that uses $NCCL, if that is set, and may share the GPU, if there is one
+  LD_PRELOAD=${NCCL:-${LD_PRELOAD:-}} NCCL_MULTI_RANK_GPU_ENABLE=$((gpus == 1)) \
+    KVXFER_PEER_GPU=$((gpus > 1 ? 1 : 0)) "$@"
 }
 
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader || exit 1

@@ -1,5 +1,7 @@
 """The NCCL backend on two GPUs: this process owns one, its peers the other (KVXFER_PEER_GPU).
 
+On one GPU both sides share it, where NCCL allows that (NCCL_MULTI_RANK_GPU_ENABLE=1).
+
 What every backend must do is in tests/backends; the states that need no GPU are tested on a fake in
 tests/unit/test_nccl_channel.py and tests/faults/test_nccl.py.
 
@@ -26,8 +28,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu, pytest.mark.timeout(120)]
 need_devices(1)
 pytest.importorskip("cupy")
 pytest.importorskip("nccl.bindings.nccl")
-if os.environ.get("KVXFER_PEER_GPU", "0") == os.environ.get("CUDA_VISIBLE_DEVICES", "0"):
-    pytest.skip("needs KVXFER_PEER_GPU, a GPU that this process does not see", allow_module_level=True)
+SHARED = os.environ.get("KVXFER_PEER_GPU", "0") == os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+if SHARED and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1" and "NCCL_HOSTID" not in os.environ:
+    pytest.skip(
+        "needs KVXFER_PEER_GPU, a GPU that this process does not see, or NCCL_MULTI_RANK_GPU_ENABLE=1",
+        allow_module_level=True,
+    )
 
 BLOCKS = 64
 CYCLES = int(os.environ.get("KVXFER_CYCLES", "1000"))
@@ -169,7 +175,7 @@ def test_both_directions_at_once():
 
 
 def test_three_peers_on_two_gpus():
-    """Two on the other GPU. They cannot join each other, and are told so."""
+    """Two on the other GPU. They cannot join each other, and are told so, unless NCCL lets GPUs be shared."""
     with peer_of(paged(), 1, "one") as first, peer_of(paged(), 2, "two") as second, Here(paged(), "one") as here:
         arrays = make_arrays(paged(), "gpu", None)
         two = here.connector.register(arrays, placed(paged(), "gpu"), name="two")
@@ -188,6 +194,9 @@ def test_three_peers_on_two_gpus():
         )
         first.register("two", paged(), "gpu", None)
         key = first.fetch("two", second.publish("two", IDS, tokens=TOKENS), INTO, timeout_s=20)
+        if SHARED:
+            first.wait(key)
+            return
         with pytest.raises(errors.KvxferError, match="one GPU"):
             first.wait(key)
 
