@@ -163,6 +163,7 @@ class Directory:
         peer = self.peers.pop(session, None)
         if peer is None:
             return
+        self._reached = {endpoint: there for endpoint, there in self._reached.items() if there is not peer}
         key = (peer.identity.engine, peer.identity.generation)
         engine = self._engines.get(key)
         if engine is not None and peer in engine.peers.values():
@@ -224,7 +225,7 @@ class Directory:
                 self._fail(search, _other_engine(search.key, identity))
                 return
             search.peers[identity.rank] = peer
-            self._progress.call_later(self._dial_timeout_s, lambda: self._still_undescribed(search, session))
+            self._progress.call_later(self._dial_timeout_s, lambda: self._still_undescribed(session))
             try:
                 session.send(self._describe(True))
             except KvxferError as error:
@@ -234,11 +235,12 @@ class Directory:
             endpoint, self.identity, self._dial_timeout_s, opened, lambda error: self._fail(search, error)
         )
 
-    def _still_undescribed(self, search: _Search, session: Session) -> None:
-        peer = self.peers.get(session)
-        if peer is not None and not peer.described and peer in search.peers.values():
+    def _still_undescribed(self, session: Session) -> None:
+        peer, identity = self.peers.get(session), session.identity
+        search = self._searches.get((identity.engine, identity.generation))
+        if search is not None and peer in search.peers.values() and not peer.described:
             reason = f"has not said what it has within {self._dial_timeout_s:g} s of being dialled; see its log"
-            self._fail(search, DeadlineExceeded(f"{session.identity.name} at {session.identity.endpoint} {reason}"))
+            self._fail(search, DeadlineExceeded(f"{identity.name} at {identity.endpoint} {reason}"))
 
     def _progress_search(self, search: _Search, peer: Peer) -> None:
         if self._searches.get(search.key) is not search:

@@ -6,6 +6,7 @@ The suite is the same for backends of other packages; see conftest.py.
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 
@@ -15,9 +16,11 @@ import pytest
 import kvxfer
 from kvxfer import CacheLayout, TransferState, errors
 from kvxfer.models import layout_for
+from kvxfer.peers.remote import Peer as RemotePeer
+from tests.processes import descriptors, until
 
 from .conftest import Pair
-from .peer import read
+from .peer import Peer, read
 from .reference import assert_same_contents, assert_untouched, contents
 
 LAYERS = ("layers.0", "layers.1", "layers.2")
@@ -276,3 +279,19 @@ def test_nothing_is_left_over(road: Pair) -> None:
         time.sleep(0.01)
     assert (here.transfers, here.reservations, here.staging_lent_bytes, here.quarantined) == (0, 0, 0, 0)
     assert (there.transfers, there.reservations, there.staging_lent_bytes, there.quarantined) == (0, 0, 0, 0)
+
+
+def test_peers_that_left_are_forgotten(road: Pair) -> None:
+    """Nothing holds what was known of them, not even for a while: with it go mappings, descriptors and memory."""
+    directory, layout, opened = road.here._node.directory, paged(), []
+    name, cache, _ = road.caches(layout, layout)
+    for _ in range(3):
+        with Peer(road.backend, ways=(road.way,)) as peer:
+            peer.register(name, layout, road.memory, seed=1)
+            cache.fetch(peer.publish(name, {"full": [1]}, tokens=16), into={"full": [2]}).wait(30)
+        until(lambda: len(directory.peers) <= 1 and not directory.lost, what="the peer forgotten")
+        gc.collect()
+        known = [found for found in gc.get_objects() if isinstance(found, RemotePeer)]
+        assert len(known) == len(directory.peers)
+        opened.append(sum(descriptors().values()))
+    assert opened[1] == opened[2], opened
