@@ -65,7 +65,8 @@ def plain_end(pipe: Connection | None, rank: int, unique_id: bytes) -> Callable[
     """A function that sends (rank 1) or receives (rank 0) one buffer and waits for it."""
     nccl = importlib.import_module("nccl.bindings.nccl")
     importlib.import_module("cuda.core").Device(0).set_current()
-    comm = nccl.comm_init_rank_scalable(2, rank, 1, bytearray(unique_id), nccl.Config().ptr)
+    config = nccl.Config()  # lives until NCCL has read it
+    comm = nccl.comm_init_rank_scalable(2, rank, 1, bytearray(unique_id), config.ptr)
     memory, stream = cuda.DeviceMemory(max(PLAIN_BYTES), device=0), cuda.Stream(device=0)
     uint8 = int(nccl.DataType.Uint8)
 

@@ -50,6 +50,7 @@ using PackedPart = Tables<cpu::PackedWork, kvxfer::PackedRow>;
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // threads may hold plans when Python ends
   kvxfer::bind_requests(m);
   m.attr("ROW_BYTES") = sizeof(kvxfer::Row);
 

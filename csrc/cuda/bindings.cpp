@@ -3,6 +3,7 @@
 #include "cuda/bindings.h"
 
 NB_MODULE(_cuda, m) {
+  nanobind::set_leak_warnings(false);  // threads may hold plans when Python ends
   kvxfer::cuda::bind_device(m);
   kvxfer::cuda::bind_sharing(m);
   kvxfer::cuda::bind_move(m);

@@ -40,7 +40,8 @@ class AllReduceLoop:
     def _reduce(self, unique_id: bytes, rank: int, rounds: int) -> None:
         nccl = importlib.import_module("nccl.bindings.nccl")
         importlib.import_module("cuda.core").Device(0).set_current()
-        comm = nccl.comm_init_rank_scalable(2, rank, 1, bytearray(unique_id), nccl.Config().ptr)
+        config = nccl.Config()  # lives until NCCL has read it
+        comm = nccl.comm_init_rank_scalable(2, rank, 1, bytearray(unique_id), config.ptr)
         stream, memory = cuda.Stream(device=0), cuda.DeviceMemory(NBYTES, device=0)
         ones = np.ones(NBYTES // 4, np.float32)
         began = time.monotonic()
