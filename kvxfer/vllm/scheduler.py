@@ -44,6 +44,7 @@ _REJECTED_PROMPT = [0]  # the front end aborts a request with this prompt for on
 class _State(enum.Enum):
     OFFERED = "offered"  # may be matched
     LOADING = "loading"  # ordered; the workers have not reported yet
+    ABANDONED = "abandoned"  # the same, and the request has ended
 
 
 @dataclass
@@ -125,6 +126,7 @@ class SchedulerSide:
             options,
             ranks=self._ranks,
             lookahead=versions.prefill_lookahead(vllm_config),
+            leases_parts=not versions.writes_before_revoking(vllm_config, kv_cache_config),
         )
         self._streams_in = StreamsIn(
             self._connector,
@@ -389,7 +391,8 @@ class SchedulerSide:
         if offer is None:
             return
         if offer.state is _State.LOADING:
-            self._cancelled.append(request.request_id)  # its blocks stay until the workers report it
+            offer.state = _State.ABANDONED  # its blocks stay until the workers report it
+            self._cancelled.append(request.request_id)
         else:
             self._decline(request.request_id, offer)
 
@@ -426,7 +429,8 @@ class SchedulerSide:
         for request_id in output.finished_recving or ():
             offer = self._offers.pop(request_id, None)
             streamed = self._streams_in.loaded(request_id)
-            if (offer or streamed) and request_id in getattr(output, "failed_recving", ()):
+            is_awaited = streamed or (offer is not None and offer.state is _State.LOADING)
+            if is_awaited and request_id in getattr(output, "failed_recving", ()):
                 self._failed.add(request_id)
             if offer is not None:
                 self._loading.pop(offer.key, None)

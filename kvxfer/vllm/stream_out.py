@@ -84,11 +84,13 @@ class StreamsOut:
         *,
         ranks: int,
         lookahead: int,
+        leases_parts: bool,
     ) -> None:
-        """`lookahead`: how many tokens after a place a drafter must have seen before its keys there are final."""
+        """`lookahead`: how many tokens after a place a drafter must have seen before its keys there are final.
+        Without `leases_parts` there is nothing to fetch of a prompt before its end."""
         self._connector, self._layout, self._groups, self._options = connector, layout, groups, options
         self._ranks, self._lookahead = ranks, lookahead
-        self._kept = tuple(group for group in groups if group.kind is GroupKind.FULL)
+        self._kept = tuple(group for group in groups if leases_parts and group.kind is GroupKind.FULL)
         self._index = {group.name: group.index for group in self._kept}
         self._unit = math.lcm(*(group.block_tokens for group in self._kept)) if self._kept else 0
         self._streams: dict[str, _Stream] = {}  # by request

@@ -6,6 +6,10 @@
   `requires_kv_delivery` and `has_pending_block_frees` are new.
 - 0.33: sleep mode, with `supports_sleep_mode`, `unregister_kv_caches` and `restore_kv_caches`.
 
+All of them have two model runners. Both call `handle_preemptions` once a step, empty ones included, and then
+`bind_connector_metadata`: the first before anything is written, the second after zeros and copies (see
+`writes_before_revoking`).
+
 CI runs models with 0.32. The others' schedulers have driven the connector without a model (tests/vllm_unit).
 
 Imports vLLM's base class and errors.
@@ -127,6 +131,14 @@ def needs_zeroing(kv_cache_config: Any) -> bool:
     return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
 
 
+def writes_before_revoking(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Whether a worker may write zeros or copies into new blocks before it calls `handle_preemptions`.
+
+    The second model runner does, and a reader could take them for what the blocks' last owner has left there.
+    """
+    return needs_zeroing(kv_cache_config) and bool(getattr(vllm_config, "use_v2_model_runner", False))
+
+
 def peer_cache_hit_source() -> Any:
     """vLLM's name for tokens that came from another engine; None where it has none."""
     try:
@@ -144,4 +156,6 @@ def skips_prefix_cache(request: Any) -> bool:
 
 def prefill_lookahead(vllm_config: Any) -> int:
     """Tokens past the computed ones that a drafter reads while prefilling; 0 without."""
-    return int(getattr(vllm_config, "num_prefill_lookahead_tokens", 0))
+    found = getattr(vllm_config, "num_prefill_lookahead_tokens", None)
+    speculation = vllm_config.speculative_config
+    return int(speculation is not None and speculation.use_eagle()) if found is None else int(found)

@@ -8,7 +8,7 @@ Imports intake, layouts, metadata, options, stats, versions, and kvxfer's connec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +124,7 @@ class WorkerSide:
             self._joined = (orders.engine, orders.generation)
         for publication in orders.publications:
             self._publish(publication)
+        self._end_leases(orders.revoked)  # decode may leave while prefill computes the last tokens
         for ticket in orders.releases:
             self._release(ticket)
         for request_id in orders.cancelled:
@@ -142,12 +143,8 @@ class WorkerSide:
 
     def revoke(self, orders: Orders) -> None:
         """End the leases of blocks that change hands in this step. Before any of them is written; once a step."""
-        if orders.serial <= self._serial:
-            return
-        for request_id in orders.revoked:
-            for lease in (self._parts.get(request_id), self._leases.get(request_id)):
-                if lease is not None:
-                    lease.release()
+        if orders.serial > self._serial:
+            self._end_leases(orders.revoked)
 
     def results(self) -> Results:
         """What has ended since the last call; each request stands in one answer only."""
@@ -210,6 +207,12 @@ class WorkerSide:
             self._sent.add(request_id)
             self.stats.count("not_published")
             _log.error("request %s cannot be offered to decode: %s", request_id, error)
+
+    def _end_leases(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            for lease in (self._parts.get(request_id), self._leases.get(request_id)):
+                if lease is not None:
+                    lease.release()
 
     def _stream(self) -> object:
         """The stream on which earlier steps were launched: they may still be at work. None for a cache on the CPU."""

@@ -6,6 +6,7 @@ Without vLLM only test_environment.py is collected, and says so; `make test-vllm
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,6 +15,18 @@ if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_[!e]*.py"]
 else:
     from .engine import Engine
+
+
+@pytest.fixture(autouse=True)
+def first_model_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that the workers here act like; vLLM 0.33 would choose by the platform."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+
+
+@pytest.fixture(autouse=True)
+def vllm_logs_reach_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.26 keeps its log lines to itself."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
 
 
 @pytest.fixture

@@ -156,7 +156,7 @@ class Engine:
         self._folder = tempfile.TemporaryDirectory()
         self.config = _config(
             Path(self._folder.name),
-            KVTransferConfig(kv_role=role, kv_load_failure_policy=policy, **transfer),
+            KVTransferConfig(kv_role=role, kv_load_failure_policy=policy, kv_buffer_device="cpu", **transfer),
             block_tokens=block_tokens,
             ranks=ranks,
             prefix_caching=prefix_caching,

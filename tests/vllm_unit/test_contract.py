@@ -118,6 +118,7 @@ def test_aborted_while_it_waits_for_its_blocks(start: Start) -> None:
     decode.abort(request)
     settle(decode, prefill)  # though prefill had not published yet
     assert (prefill.total("released"), decode.total("failed")) == (1, 1)
+    assert not decode.side._failed
 
 
 def test_aborted_when_its_blocks_have_come(start: Start) -> None:

@@ -228,6 +228,9 @@ def test_latent_rows() -> None:
     assert not index.records[0].planes
 
 
+@pytest.mark.skipif(
+    "state_content_bytes" not in FullAttentionSpec.__dataclass_fields__, reason="this version of vLLM has no such rows"
+)
 def test_rows_with_scales_among_them_move_whole_or_not_at_all() -> None:
     spec = FullAttentionSpec(
         block_size=TOKENS,

@@ -158,6 +158,26 @@ def test_parts_come_while_the_prompt_is_computed(start: Start, options: dict[str
     assert pair.decode.total("failed") == pair.decode.total("given_up") == pair.prefill.total("expired") == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"state": True, "prefix_caching": False}], ids=str)
+def test_with_the_schedule_for_the_second_model_runner(
+    start: Start, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That runner hears of resumed prompts as of new ones. It zeroes new blocks before it revokes leases of them, so
+    that nothing is leased early where there is zeroing."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    pair = Pair.start(start, **options).meet()
+    if not options:
+        pair.take_parts(1)
+    pair.prefill.scheduler.reset_prefix_cache(reset_running_requests=True)
+    if not options:
+        pair.take_parts(2)
+    answer = pair.finish()
+    assert (answer.status, answer.computed) == (FinishReason.LENGTH, [1, 1])
+    assert bool(pair.decode.total("parts")) == (not options)
+    assert pair.decode.total("failed") == pair.decode.total("given_up") == 0
+
+
 @pytest.mark.parametrize("window", [False, True])
 def test_nothing_moves_twice(start: Start, window: bool) -> None:
     pair = Pair.start(start, window=window).meet()
@@ -394,6 +414,28 @@ def test_decode_is_aborted_when_prefill_is_done(start: Start) -> None:
     pair.decode.abort(pair.target)
     pair.settle()
     assert pair.prefill.total("expired") == 0
+
+
+def test_decode_leaves_while_prefill_computes_the_last_tokens(start: Start) -> None:
+    """Prefill hears of it when it has already leased everything: the lease does not last until it runs out."""
+    pair = Pair.start(start).meet()
+    while pair.prefill.scheduler.requests[pair.source].num_computed_tokens < LENGTH - CHUNK:
+        pair.advance()
+    until(lambda: not pair.prefill.side._unread or pair.prefill.side._read_notices(), 30, "silence")
+    take_output = pair.prefill.side.take_output
+
+    def leave_first(output: Any) -> None:
+        pair.decode.abort(pair.target)
+        pair.decode.step()
+        pair.heard(pair.prefill)
+        take_output(output)
+
+    pair.prefill.side.take_output = leave_first
+    pair.prefill.step()
+    pair.prefill.side.take_output = take_output
+    assert pair.prefill.answers[pair.source].kv is not None
+    pair.settle()
+    assert (pair.prefill.total("released"), pair.prefill.total("expired")) == (1, 0)
 
 
 def test_decode_is_aborted_before_it_has_blocks(start: Start) -> None:
