@@ -182,7 +182,7 @@ class Bench:
 
     def packed(self) -> Rows:
         """bf16 blocks that cross in another format, packed by one end and unpacked by the other."""
-        tokens = self.total // 8 // (32 * 2 * 8 * 128 * 2) // 16 * 16
+        tokens = self.total // (32 * 2 * 8 * 128 * 2) // 16 * 16
         layout = on_gpu(
             CacheLayout.paged(
                 layers=[f"layers.{i}" for i in range(32)],
@@ -195,12 +195,16 @@ class Bench:
         )
         (group,) = layout.groups
         lists = tuple({group.name: np.random.default_rng(s).permutation(tokens // 16).astype(np.int32)} for s in (1, 2))
-        for wire in ("raw", "nvfp4"):
+        more = {"chunk_bytes": 32 << 20, "staging_bytes": 512 << 20, "mover_threads": 4}
+        for wire, sms in (("raw", 16), ("nvfp4", 16), ("nvfp4", 64)):
+            peer = bench_shm.Prefill(self.secret, gpu=self.peer_gpu, max_sms=sms, **more)
             for _, result, stats in self.fetches(
-                layout, lists, tokens, max_sms=16, calls=3, wire=wire, way="packed", memory="finite"
+                layout, lists, tokens, max_sms=sms, calls=5, wire=wire, way="packed", memory="finite", peer=peer, **more
             ):
-                yield {"what": "packed", "wire": wire, "wire_bytes": stats.wire_bytes} | _rate(stats.bytes, result)
-                _tidy()
+                row = {"what": "packed", "wire": wire, "max_sms": sms, "wire_bytes": stats.wire_bytes}
+                yield row | self._host_part() | _rate(stats.bytes, result)
+            peer.pipe.close()
+            _tidy()
 
     def nixl(self) -> Rows:
         """The packed way over NIXL, staging on both GPUs: scattered pieces, raw and compressed."""

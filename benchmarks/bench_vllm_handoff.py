@@ -1,12 +1,14 @@
 """A prompt's way from a prefill to a decode engine of vLLM: fresh and fragmented block pools, ours and NixlConnector.
 
-    python benchmarks/bench_vllm_handoff.py --json FILE --logs FOLDER [--connectors kvxfer nixl] [--shape qwen2.5-14b]
+    python benchmarks/bench_vllm_handoff.py --json FILE --logs FOLDER [--connectors kvxfer kvxfer:nvfp4 nixl]
 
-For two GPUs. All engines start at once, those of prefill on the first GPU and those of decode on the second; then one
-connector after the other is measured. On one GPU both engines of a pair share it, and a pair starts when the one before
-it has ended. Weights are random and such that output depends on the context, so that tokens
-can be compared. Rows: the hand-off (decode's first token, with the prompt in prefill's cache), its ceiling (the same
-prompt in decode's own cache), and the connector's own time for the bytes. `--shape tiny --cpu` checks the script.
+For two GPUs: engines of prefill on the first, of decode on the second. On one GPU they share it, which is right for the
+host's part and for tokens, and says nothing of a link. All engines start at once; then one connector after the other is
+measured. `--shape qwen2.5-14b-kv` has that model's cache and narrow feed-forward layers: three pairs fit on one GPU.
+
+Weights are random and such that output depends on the context, so that tokens can be compared. Rows: the hand-off
+(decode's first token, with the prompt in prefill's cache), its ceiling (the same prompt in decode's own cache), and the
+connector's own time for the bytes. `--shape tiny --cpu` checks the script.
 """
 
 from __future__ import annotations
@@ -52,6 +54,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "lengths": (1024, 8192, 32000),
         "kv_cache_bytes": 16 << 30,
         "churn_requests": 700,
+        "throughput": (16, 8192),
+    },
+    "qwen2.5-14b-kv": {
+        "hidden_size": 5120,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "lengths": (1024, 8192, 32000),
+        "kv_cache_bytes": 8 << 30,
+        "churn_requests": 400,
         "throughput": (16, 8192),
     },
     "tiny": {
@@ -131,7 +145,7 @@ def start(
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
         }
-        words += ["--gpu-memory-utilization", "0.4"]
+        words += ["--gpu-memory-utilization", "0.1"]
         if name.startswith("decode"):
             graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 64]}
             words += ["--compilation-config", json.dumps(graphs)]
@@ -146,6 +160,7 @@ class Pair:
     """Two engines, and the way that a request takes through them."""
 
     kind: str
+    wire: str  # of kvxfer
     prefill: Server
     decode: Server
 
@@ -176,15 +191,16 @@ def measure(pair: Pair, shape: dict[str, Any], calls: int, generator: random.Ran
         return [generator.randrange(4, shape["vocab_size"]) for _ in range(tokens)]
 
     def series(pool: str) -> list[dict[str, Any]]:
-        rows = []
+        rows, before = [], pair.counters()
         for tokens in shape["lengths"]:
-            before, hits, handed = pair.counters(), [], []
+            hits, handed = [], []
             for _ in range(calls):
                 x = prompt(tokens)
                 handed.append(pair.hand_over(x)[:2])
                 hits.append(pair.ask(pair.decode, x, 1)[0])
             after = pair.counters()
             moved = {name: after[name] - before[name] for name in after}
+            before = after
             rows.append(
                 {
                     "pool": pool,
@@ -197,7 +213,7 @@ def measure(pair: Pair, shape: dict[str, Any], calls: int, generator: random.Ran
                     **moved,
                 }
             )
-            print(pair.kind, json.dumps(rows[-1]), flush=True)
+            print(pair.kind, pair.wire, json.dumps(rows[-1]), flush=True)
         return rows
 
     def churn(server: Server) -> None:
@@ -229,6 +245,7 @@ def measure(pair: Pair, shape: dict[str, Any], calls: int, generator: random.Ran
         same.append(answer.tokens == pair.ask(pair.prefill, x, COMPARED_TOKENS)[1].tokens)
     return {
         "connector": pair.kind,
+        "wire": pair.wire,
         "rows": rows,
         "prefill_tokens_per_s": rates,
         "answers_compared_with_prefill_alone": len(same),
@@ -240,10 +257,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="write the results here")
     parser.add_argument("--logs", type=Path, required=True)
-    parser.add_argument("--connectors", nargs="+", default=["kvxfer", "nixl"], choices=list(METRICS))
+    parser.add_argument("--connectors", nargs="+", default=["kvxfer", "nixl"], help="of kvxfer, kvxfer:WIRE, nixl")
     parser.add_argument("--shape", default="qwen2.5-14b", choices=list(SHAPES))
     parser.add_argument("--calls", type=int, default=5)
-    parser.add_argument("--wire", default="raw", help="wire format of kvxfer's decode engine")
     parser.add_argument("--backends", nargs="+", help="of kvxfer's engines, say nccl (default: the best)")
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
@@ -252,40 +268,33 @@ def main() -> None:
     model = write_model(shape)
     results: list[dict[str, Any]] = []
     gpus = 1 if options.cpu else gpu_count()
-
-    def started(kind: str, stack: ExitStack) -> Pair:
-        servers = []
-        for device, role in enumerate(("producer", "consumer")):
-            extra = {"wire": options.wire} if kind == "kvxfer" and role == "consumer" else {}
-            if kind == "kvxfer" and options.backends:
-                extra |= {"backends": options.backends, "limits": STAGED}
-            connector = getattr(connectors, kind)(**extra) | {"kv_role": f"kv_{role}"}
-            name = f"{'prefill' if device == 0 else 'decode'}-{kind}"
-            on = device if options.cpu else min(device, gpus - 1)
-            servers.append(start(name, connector, model, shape, options.logs, device=on, on_cpu=options.cpu))
-            stack.callback(servers[-1].kill)
-        return Pair(kind, *servers)
-
-    def measured(pair: Pair) -> None:
-        try:
-            pair.prefill.ready(), pair.decode.ready()
-            print(f"{pair.kind}: engines are up after {time.monotonic() - began:.0f} s", flush=True)
-            results.append(measure(pair, shape, options.calls, random.Random(0)))
-        except Exception as error:  # the other connector's numbers are worth having
-            print(f"{pair.kind}: {type(error).__name__}: {error}", flush=True)
-            results.append({"connector": pair.kind, "error": f"{type(error).__name__}: {error}"[:2000]})
-        environment = timing.environment(shape=options.shape, wire=options.wire, **versions(options.cpu))
-        timing.save(options.json, environment, results)
-        print(json.dumps(results[-1])[:4000], flush=True)
-
-    if gpus > 1 or options.cpu:
-        with ExitStack() as stack:
-            for pair in [started(kind, stack) for kind in options.connectors]:
-                measured(pair)
-    else:  # four engines do not fit
-        for kind in options.connectors:
-            with ExitStack() as stack:
-                measured(started(kind, stack))
+    with ExitStack() as stack:
+        pairs = []
+        for name in options.connectors:
+            kind, _, wire = name.partition(":")
+            servers = []
+            for device, role in enumerate(("producer", "consumer")):
+                extra = {"wire": wire or "raw"} if kind == "kvxfer" and role == "consumer" else {}
+                if kind == "kvxfer" and (options.backends or wire):
+                    extra |= {"limits": STAGED} | ({"backends": options.backends} if options.backends else {})
+                connector = getattr(connectors, kind)(**extra) | {"kv_role": f"kv_{role}"}
+                on = device if options.cpu else min(device, gpus - 1)
+                label = f"{'prefill' if device == 0 else 'decode'}-{name.replace(':', '-')}"
+                servers.append(start(label, connector, model, shape, options.logs, device=on, on_cpu=options.cpu))
+                stack.callback(servers[-1].kill)
+            pairs.append(Pair(kind, wire or "raw", *servers))
+        for pair in pairs:
+            try:
+                pair.prefill.ready(), pair.decode.ready()
+                print(f"{pair.kind}: engines are up after {time.monotonic() - began:.0f} s", flush=True)
+                results.append(measure(pair, shape, options.calls, random.Random(0)))
+            except Exception as error:  # the other connector's numbers are worth having
+                print(f"{pair.kind}: {type(error).__name__}: {error}", flush=True)
+                said = f"{type(error).__name__}: {error}"[:2000]
+                results.append({"connector": pair.kind, "wire": pair.wire, "error": said})
+            environment = timing.environment(shape=options.shape, gpus=gpus, **versions(options.cpu))
+            timing.save(options.json, environment, results)
+            print(json.dumps(results[-1])[:4000], flush=True)
     print(f"the whole took {time.monotonic() - began:.0f} s")
 
 

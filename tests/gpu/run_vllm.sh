@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Two GPUs: real vLLM engines hand over prompts, ours and NixlConnector (benchmarks/bench_vllm_handoff.py).
+# Real vLLM engines on two GPUs, or on one that they share, hand over prompts, ours and NixlConnector (benchmarks/bench_vllm_handoff.py).
 # Writes JSON and the engines' logs to $OUT (default: build/gpu). Ends within LIMIT seconds, compiling not counted.
 #
 #   SITE=...      folder with vLLM and what it needs, for a machine where they are not installed
 #   WHEELS=...    folder of wheels to install first, likewise
 #   PREBUILT=...  folder that holds _native*.so and _cuda*.so already: nothing is compiled
 #   LIMIT=230     seconds for the benchmark
-#   ARGS=...      arguments of the benchmark: "--connectors kvxfer --wire nvfp4"
+#   ARGS=...      arguments of the benchmark: "--connectors kvxfer kvxfer:nvfp4 --shape qwen2.5-14b-kv"
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 export OUT=${OUT:-$PWD/build/gpu} PYTHONUNBUFFERED=1 PYTHONPATH=${SITE:-}
