@@ -322,7 +322,10 @@ def main() -> None:
     if unknown := set(wanted) - steps.keys():
         raise SystemExit(f"unknown steps {sorted(unknown)}; there are {', '.join(steps)}")
     environment = timing.environment(
-        library=library, one_sided=not missing, driver=cuda.driver_version(), gpus=1 if PEER_GPU == "0" else 2
+        library=library.split(" (")[0],
+        one_sided=not missing,
+        driver=cuda.driver_version(),
+        gpus=1 if PEER_GPU == "0" else 2,
     )
     results: list[dict[str, Any]] = []
     failed = False

@@ -191,64 +191,128 @@ def cuda_ipc() -> str:
     )
 
 
+GPU_RUNS = {"A": "h200x2/gpu.json", "B": "h200/gpu.json", "C": "h200x2/gpu_kernels.json"}
+
+
 def gpu() -> str:
-    """What is asked of two GPUs, what one run reached, and others on the same work."""
-    if not (RESULTS / "h200x2" / "gpu.json").exists():
-        return "Not run yet with this version: `benchmarks/bench_gpu.py` makes this table. Older runs are below."
-    environment, results = load("h200x2/gpu.json")
+    """What is asked of GPUs, what was reached in the newest run that has the row, and others on the same work."""
+    runs = {name: load(path) for name, path in GPU_RUNS.items()}
 
-    def rate(what: str, **wanted: object) -> float | None:
-        found = [r for r in results if r["what"] == what and all(r.get(k) == v for k, v in wanted.items())]
-        return found[0].get("gb_s") if found else None
+    def row(what: str, only: str = "", **wanted: object) -> tuple[str, dict | None]:
+        for name, (_, results) in runs.items():
+            for r in results:
+                if only in ("", name) and r["what"] == what and all(r.get(k) == v for k, v in wanted.items()):
+                    return name, r
+        return "", None
 
-    def least(what: str, pieces: tuple[int, ...], **wanted: object) -> float | None:
-        rates = [rate(what, piece=piece, **wanted) for piece in pieces]
-        return None if None in rates else min(rates)
+    def value(what: str, key: str, only: str = "", **wanted: object) -> tuple[str, float | None]:
+        name, found = row(what, only, **wanted)
+        return name, found and found.get(key)
 
-    def value(what: str, key: str, **wanted: object) -> float | None:
-        found = [r for r in results if r["what"] == what and all(r.get(k) == v for k, v in wanted.items())]
-        return found[0].get(key) if found else None
+    def least(what: str, pieces: tuple[int, ...], only: str = "", **wanted: object) -> tuple[str, float | None]:
+        found = [value(what, "gb_s", only, piece=piece, **wanted) for piece in pieces]
+        return found[0][0], None if any(rate is None for _, rate in found) else min(rate for _, rate in found)
 
-    def tera(wire: str, way: str) -> float | None:
-        found = rate("format", wire=wire, way=way)
-        return None if found is None else found / 1e3
+    def tera(wire: str, way: str) -> tuple[str, float | None]:
+        name, found = value("format", "gb_s", wire=wire, way=way)
+        return name, found and found / 1e3
 
     sizes = (4096, 16384, 65536, 1 << 20)
-    alone, together = {"layers": 64, "at_once": 1}, {"layers": 64, "at_once": 2}
+    alone, together = {"only": "A", "layers": 64, "at_once": 1}, {"only": "A", "layers": 64, "at_once": 2}
+    pull = {"way": "pull", "only": "C"}
     goals = [
         ("fetch, 4 KiB to 1 MiB pieces, 16 SMs", "GB/s", 360, least("fetch", sizes, max_sms=16, **alone)),
         ("the same, two fetches at a time", "GB/s", 360, least("fetch", sizes, max_sms=16, **together)),
         ("fetch, 1 KiB pieces, 16 SMs", "GB/s", 330, least("fetch", (1024,), max_sms=16, **alone)),
         ("fetch, 512 B pieces, 16 SMs", "GB/s", 300, least("fetch", (512,), max_sms=16, **alone)),
         ("fetch, 4 to 64 KiB pieces, 8 SMs", "GB/s", 352, least("fetch", sizes[:3], max_sms=8, **alone)),
-        ("kernel, pull, 4 to 64 KiB pieces, 16 SMs", "GB/s", 360, least("kernel", sizes[:3], way="pull", max_sms=16)),
-        ("kernel, pull, 4 to 64 KiB pieces, 8 SMs", "GB/s", 352, least("kernel", sizes[:3], way="pull", max_sms=8)),
-        ("kernel within a GPU, 4 KiB pieces", "GB/s", 1900, least("kernel", (4096,), way="local")),
-        ("DeepSeek-V4.1-Flash, 1,048,576 tokens, 16 SMs", "ms", -2.7, value("model", "milliseconds", max_sms=16)),
+        ("the same, two fetches at a time", "GB/s", 352, least("fetch", sizes[:3], max_sms=8, **together)),
+        ("kernel, pull, 4 to 64 KiB pieces, 16 SMs", "GB/s", 360, least("kernel", sizes[:3], max_sms=16, **pull)),
+        ("kernel, pull, 4 to 64 KiB pieces, 8 SMs", "GB/s", 352, least("kernel", sizes[:3], max_sms=8, **pull)),
+        ("kernel within a GPU, 4 KiB pieces", "GB/s", 1900, least("kernel", (4096,), only="B", way="local")),
+        ("DeepSeek-V4.1-Flash, 1,048,576 tokens, 16 SMs", "ms", -2.7, value("model", "milliseconds", "A", max_sms=16)),
         ("bf16 to NVFP4, gather and pack", "TB/s", 3.0, tera("nvfp4", "pack")),
         ("NVFP4 to bf16, unpack and scatter", "TB/s", 3.0, tera("nvfp4", "unpack")),
         ("bf16 to NVFP4, packed into the peer", "TB/s", 1.27, tera("nvfp4", "pack into the peer")),
         ("fp8 pack", "TB/s", 2.6, tera("fp8_e4m3", "pack")),
-        ("bf16 to NVFP4 to peer to bf16, two processes", "GB/s", 1200, rate("packed", wire="nvfp4")),
-        ("one V4.1 request of 64 tokens, p50", "us", -250, value("latency", "p50_us")),
+        (
+            "bf16 to NVFP4 to peer to bf16, two processes, 64 SMs",
+            "GB/s",
+            1200,
+            value("packed", "gb_s", "A", wire="nvfp4", max_sms=64),
+        ),
+        ("one V4.1 request of 64 tokens, p50", "us", -250, value("latency", "p50_us", "A")),
         ("host time for 100,000 pieces in 100 layers", "us", -1000, value("post", "host_us", layers=100)),
         ("host time for 100,000 pieces in one layer", "us", -1000, value("post", "host_us", layers=1)),
     ]  # a goal below zero is a limit
     body = [
-        [what, f"{'at most' if goal < 0 else 'at least'} {abs(goal):g} {unit}", _reached(found, goal, unit)]
-        for what, unit, goal, found in goals
+        [what, f"{'at most' if goal < 0 else 'at least'} {abs(goal):g} {unit}", _reached(found, goal, unit), run]
+        for what, unit, goal, (run, found) in goals
     ]
-    ceilings = ", ".join(f"{r['way']} {r['gb_s']:.0f}" for r in results if r["what"] == "ceiling")
+    _, kernels = runs["C"]
+    ceilings = ", ".join(f"{r['way']} {r['gb_s']:.0f}" for r in kernels if r["what"] == "ceiling")
     others = [
         [r["peer"], r.get("name", ""), f"{r['piece']:,} B" if "piece" in r else "", _rate_or_reason(r)]
-        for r in results
+        for r in kernels
         if r["what"] == "peer"
     ]
     return (
-        tables.markdown(["what", "wanted", "reached"], body)
-        + f"\n\nCeilings, one piece, GB/s: {ceilings}.\n\nOthers on the same work, in the same run:\n\n"
+        tables.markdown(["what", "wanted", "reached", "run"], body)
+        + f"\n\nCeilings of run C, one piece, GB/s: {ceilings}.\n\nOthers on the same work, in run C:\n\n"
         + tables.markdown(["library", "what", "pieces", "GB/s"], others)
-        + f"\n\n{_where(environment)}"
+        + "\n\n"
+        + "\n".join(f"- Run {name}. {_where(environment)}" for name, (environment, _) in runs.items())
+    )
+
+
+def nccl() -> str:
+    """Fetches over the NCCL backend, and NCCL alone."""
+    environment, results = load("h200x2/nccl.json")
+    [best] = [r for r in results if r["what"] == "plain" and r["bytes_each"] == 256 << 20]
+    body = []
+    for r in results:
+        if r["what"] == "plain":
+            body.append([f"ceiling: NCCL alone, one buffer of {_bytes(r['bytes_each'])}", _rates(r), ""])
+        elif r["what"] == "fetch":
+            body.append([f"kvxfer, pieces of {_bytes(r['piece'])}", _rates(r), f"{r['gb_s'] / best['gb_s']:.2f}"])
+        elif r["what"] == "wire":
+            body.append([f"kvxfer, bf16 as {r['wire']}, {r['max_sms']} SMs", _rates(r), ""])
+        elif r["what"] == "latency":
+            quartiles = f"{r['low_us']:.0f} to {r['high_us']:.0f}"
+            body.append([f"kvxfer, 16 tokens, {r['request']}", f"{r['p50_us']:.0f} us ({quartiles})", ""])
+    head = ["", "GB/s, or us: median (quartiles)", "of NCCL at 256 MiB"]
+    return tables.markdown(head, body) + f"\n\n{_where(environment)}"
+
+
+def vllm_handoff() -> str:
+    """A prompt's way between two engines of vLLM on two GPUs."""
+    runs = [load(f"h200x2/vllm_handoff{of}.json") for of in ("", "_nixl")]
+    measured = [result for _, results in runs for result in results]
+    body = [
+        [
+            f"{result['connector']}, {row['pool']} pool",
+            f"{row['tokens']:,}",
+            f"{row['bytes'] / row['transfers'] / 1e9:.2f} GB",
+            f"{row['transfer_ms']:.1f} ms",
+            f"{row['first_token_ms']:.0f} ms ({min(row['first_token_ms_all']):.0f} to "
+            f"{max(row['first_token_ms_all']):.0f})",
+            f"{row['local_hit_ms']:.0f} ms",
+            f"{row['descriptors'] / row['transfers']:,.0f}" if "descriptors" in row else "",
+        ]
+        for result in measured
+        for row in result["rows"]
+    ]
+    rates = [
+        [r["connector"], *(f"{r['prefill_tokens_per_s'][key]:,.0f}" for key in ("alone", "handing_over"))]
+        for r in measured
+    ]
+    head = ["", "prompt", "moved", "transfer", "decode's first token (range)", "cached by decode", "descriptors"]
+    return (
+        tables.markdown(head, body)
+        + "\n\n"
+        + tables.markdown(["prefill, tokens a second", "alone", "handing over"], rates)
+        + "\n\n"
+        + "\n".join(f"- {_where(environment)}" for environment, _ in runs)
     )
 
 
@@ -287,6 +351,17 @@ def host() -> str:
     )
 
 
+def _bytes(count: int) -> str:
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if count >= unit:
+            return f"{count // unit} {name}"
+    return f"{count} B"
+
+
+def _rates(row: dict) -> str:
+    return f"{row['gb_s']:.1f} ({row['low']:.1f} to {row['high']:.1f})"
+
+
 def _reached(found: float | None, goal: float, unit: str) -> str:
     if found is None:
         return "not measured"
@@ -309,6 +384,8 @@ def _where(environment: dict) -> str:
 def main() -> None:
     made = {
         "gpu": gpu,
+        "nccl": nccl,
+        "vllm-handoff": vllm_handoff,
         "host": host,
         "shm": shm,
         "nixl": lambda: nixl("nixl.json"),

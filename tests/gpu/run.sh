@@ -58,19 +58,7 @@ if [ -n "${WHEELS:-}" ]; then
     "$WHEELS"/*.whl || exit 1
 fi
 cp -r kvxfer tests benchmarks examples pyproject.toml "$TARGET" || exit 1
-"$PYTHON" - "$TARGET" <<'END' || exit 1
-# What an installation would have written: backends are found by their entry points.
-import pathlib
-import sys
-import tomllib
-
-project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
-info = pathlib.Path(sys.argv[1], f"{project['name']}-{project['version']}.dist-info")
-info.mkdir(exist_ok=True)
-(info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
-groups = [[f"[{group}]", *(f"{k} = {v}" for k, v in of.items())] for group, of in project["entry-points"].items()]
-(info / "entry_points.txt").write_text("\n".join(line for group in groups for line in group) + "\n")
-END
+"$PYTHON" tests/gpu/entry_points.py "$TARGET" || exit 1
 if [ -n "${PREBUILT:-}" ]; then
   cp "$PREBUILT"/_native*.so "$PREBUILT"/_cuda*.so "$TARGET/kvxfer/" || exit 1
 else

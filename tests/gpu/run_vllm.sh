@@ -17,7 +17,7 @@ nvidia-smi --query-gpu=name,driver_version --format=csv,noheader || exit 1
 if [ -n "${WHEELS:-}" ]; then
   "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$TARGET" "$WHEELS"/*.whl || exit 1
 fi
-cp -r kvxfer tests benchmarks pyproject.toml "$TARGET" || exit 1
+cp -r kvxfer tests benchmarks pyproject.toml "$TARGET" && "$PYTHON" tests/gpu/entry_points.py "$TARGET" || exit 1
 if [ -n "${PREBUILT:-}" ]; then
   cp "$PREBUILT"/_native*.so "$PREBUILT"/_cuda*.so "$TARGET/kvxfer/" || exit 1
 else
