@@ -31,8 +31,14 @@ _log = logging.getLogger(__name__)
 _eventfd_write = ctypes.PyDLL(None).eventfd_write
 _eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 
+_prctl = ctypes.CDLL(None).prctl
+_prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
+_PR_SET_TIMERSLACK = 29
+
 _FIRST_PAUSE_S = 20e-6  # between two looks at operations under way
 _LAST_PAUSE_S = 5e-3
+_LEAST_POLL_S = 1e-3  # poll() takes whole milliseconds
+_TIMER_SLACK_NS = 1000  # by how much the kernel may prolong a pause; its default is longer than the first ones
 _GLANCE_S = 2e-3  # between two looks for calls that woke no thread
 _ATTENTIVE_S = 0.05  # how long after the last of them
 _MAX_AWAY = 64  # threads of one pool that wait for peers while spare ones work
@@ -164,6 +170,7 @@ class ProgressThread:
         _eventfd_write(self._wake_fd, 1)  # fails when the thread has ended and closed it
 
     def _run(self) -> None:
+        _sleep_precisely()
         try:
             while True:
                 self._turn()
@@ -173,12 +180,15 @@ class ProgressThread:
             os.close(self._wake_fd)
 
     def _turn(self) -> None:
+        pause_s = 0.0
         if self._awaited and not self._calls:
-            time.sleep(self._pause_s)
-            self._pause_s = min(_LAST_PAUSE_S, self._pause_s * 1.1)
+            pause_s, self._pause_s = self._pause_s, min(_LAST_PAUSE_S, self._pause_s * 1.1)
+            if pause_s < _LEAST_POLL_S:
+                time.sleep(pause_s)
+                pause_s = 0.0
         with self._lock:
             self._attentive = time.monotonic() < self._attentive_until
-            timeout_ms = self._timeout_ms()
+            timeout_ms = self._timeout_ms(pause_s)
         ready = dict(self._poller.poll(timeout_ms))
         self.turns += 1
         if ready.pop(self._wake_fd, None):
@@ -210,9 +220,9 @@ class ProgressThread:
             self._seen_at = time.monotonic()
             _guarded(lambda then=then, error=error: then(error))
 
-    def _timeout_ms(self) -> float | None:
+    def _timeout_ms(self, pause_s: float) -> float | None:
         if self._calls or self._awaited:
-            return 0
+            return 0 if self._calls else pause_s * 1000
         while self._timers and self._timers[0][2].call is None:
             heapq.heappop(self._timers)
         # Rounded up: poll() takes whole milliseconds, and waking early would spin.
@@ -323,6 +333,7 @@ class MoverPool:
         thread.start()
 
     def _run(self) -> None:
+        _sleep_precisely()
         _mine.pool = self
         while True:
             with self._ready:
@@ -335,7 +346,6 @@ class MoverPool:
                     self._idle -= 1
                 job = self._jobs.popleft()
             _guarded(job.run)
-
 
     def _rest(self) -> None:
         """Wait to be woken; one thread only for a moment, where calls may come that wake none."""
@@ -375,6 +385,11 @@ def need_descriptors(count: int) -> None:
     finally:
         for descriptor in opened:
             os.close(descriptor)
+
+
+def _sleep_precisely() -> None:
+    """Have the calling thread's pauses last as long as they say."""
+    _prctl(_PR_SET_TIMERSLACK, _TIMER_SLACK_NS, 0, 0, 0)
 
 
 def _guarded(call: Callable[[], None]) -> None:
