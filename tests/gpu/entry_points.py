@@ -1,4 +1,4 @@
-"""Writes what an installation would have written, beside a copy of the package: backends are found by their entry points.
+"""Writes what an installation would have written beside a copy of the package: backends are found by entry points.
 
 python tests/gpu/entry_points.py FOLDER
 """
@@ -6,8 +6,9 @@ python tests/gpu/entry_points.py FOLDER
 from __future__ import annotations
 
 import sys
-import tomllib
 from pathlib import Path
+
+import tomllib
 
 
 def main() -> None:
