@@ -26,10 +26,11 @@ import numpy as np
 
 from kvxfer.errors import LayoutMismatch
 from kvxfer.formats.checksums import Checksum
+from kvxfer.formats.codec import Codec
 from kvxfer.formats.header import ChunkHeader
 from kvxfer.formats.rows import PACKED_ROW, PackedRow, Scales, packed_rows
 from kvxfer.formats.wire import WireFormat, parse
-from kvxfer.layout import CacheLayout
+from kvxfer.layout import CacheLayout, Group
 from kvxfer.plan import WIRE_ALIGNMENT, Chunk, Join, Segments, TransferPlan, check_blocks, distinct, join
 from kvxfer.plan.blocks import stand_in_blocks
 from kvxfer.plan.segments import segments_for
@@ -171,23 +172,77 @@ class PackedJoin:
     def _parts(
         self, src: Mapping[str, np.ndarray], dst: Mapping[str, np.ndarray], tokens: int, layer: str | None
     ) -> Iterator[PackedPart]:
-        groups: dict[tuple[str, str, bool], list[PackedRow]] = {}
-        for row in self.rows:
-            if layer is None or row.layer == layer:
-                whole = bool(row.table[0]["tokens_per_entry"] == 0)
-                groups.setdefault((row.src_group.name, row.dst_group.name, whole), []).append(row)
-        for rows in groups.values():
-            src_group, dst_group = rows[0].src_group, rows[0].dst_group
-            ids = src[src_group.name], dst[dst_group.name]
-            segments = segments_for(src_group, dst_group, *ids, tokens, tile=0 if whole else 1)
+        for batch in self._batches_of(layer):
+            ids = src[batch.src_group.name], dst[batch.dst_group.name]
+            tile = 0 if batch.whole else 1
+            segments = segments_for(batch.src_group, batch.dst_group, *ids, tokens, tile=tile)
             if segments is None or not len(segments.src_block):
                 continue
-            coded = any(row.wire != row.plain for row in rows)
-            first, last = (self.wire.first_tokens, self.wire.last_tokens) if coded else (0, 0)
-            for piece, plain in _split(_with_tokens(segments), tokens, first, last):
-                table = np.array([row.table[1 if plain else 0] for row in rows], PACKED_ROW)
-                codecs = [row.plain if plain else row.wire for row in rows]
-                yield _part(table, rows, codecs, piece)
+            first, last = (self.wire.first_tokens, self.wire.last_tokens) if batch.coded else (0, 0)
+            for piece, raw in _split(_with_tokens(segments), tokens, first, last):
+                yield _part(batch.plain if raw else batch.packed, piece)
+
+    def _batches_of(self, layer: str | None) -> tuple[_Batch, ...]:
+        """The rows of a layer, or all, by pair of groups: made once, whatever the blocks."""
+        found = self._batches.get(layer)
+        if found is None:
+            groups: dict[tuple[str, str, bool], list[PackedRow]] = {}
+            for row in self.rows:
+                if layer is None or row.layer == layer:
+                    whole = bool(row.table[0]["tokens_per_entry"] == 0)
+                    groups.setdefault((row.src_group.name, row.dst_group.name, whole), []).append(row)
+            found = self._batches[layer] = tuple(
+                _Batch(
+                    src_group=rows[0].src_group,
+                    dst_group=rows[0].dst_group,
+                    whole=whole,
+                    coded=any(row.wire != row.plain for row in rows),
+                    packed=_Rows.of(rows, plain=False),
+                    plain=_Rows.of(rows, plain=True),
+                )
+                for (_, _, whole), rows in groups.items()
+            )
+        return found
+
+    @cached_property
+    def _batches(self) -> dict[str | None, tuple[_Batch, ...]]:
+        return {}
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows that share their segments, and how many there are of each kind: few, and their sizes are what counts."""
+
+    table: np.ndarray  # PACKED_ROW
+    kinds: tuple[tuple[tuple[int, int, int, Codec, Codec], int], ...]  # tokens an entry, heads, dim, wire, source
+
+    @classmethod
+    def of(cls, rows: Sequence[PackedRow], *, plain: bool) -> _Rows:
+        """The rows' tables and kinds in the wire format, or in the plain one."""
+        table = np.array([row.table[1 if plain else 0] for row in rows], PACKED_ROW)
+        kinds = Counter(
+            (
+                row.tokens_per_entry if entry["tokens_per_entry"] else 0,
+                row.heads,
+                row.src.dim,
+                row.plain if plain else row.wire,
+                row.src.codec,
+            )
+            for entry, row in zip(table, rows, strict=True)
+        )
+        return cls(table, tuple(kinds.items()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """All rows of one pair of groups."""
+
+    src_group: Group
+    dst_group: Group
+    whole: bool  # blocks move whole, without tokens
+    coded: bool  # the wire format changes something, so that tokens which it leaves raw matter
+    packed: _Rows
+    plain: _Rows  # for tokens that the wire format leaves raw
 
 
 def join_packed(
@@ -287,24 +342,19 @@ def _split(segments: Segments, tokens: int, first: int, last: int) -> Iterator[t
         )
 
 
-def _part(table: np.ndarray, rows: Sequence[PackedRow], codecs: Sequence, segments: Segments) -> PackedPart:
-    # Few shapes (token spans) stand for many segments, and few kinds of row for many layers: sizes are worked
-    # out once for each.
+def _part(rows: _Rows, segments: Segments) -> PackedPart:
+    # Few shapes (token spans) stand for many segments: sizes are worked out once for each.
     spans = segments.src_token.astype(np.int64) << 32 | segments.tokens
     shapes, index = distinct(spans)
     start, stop = shapes >> 32, (shapes >> 32) + (shapes & 0xFFFFFFFF)
     wire, cache = np.zeros((2, len(shapes)), np.int64)
-    kinds = Counter(
-        (row.tokens_per_entry if entry["tokens_per_entry"] else 0, row.heads, row.src.dim, codec, row.src.codec)
-        for entry, row, codec in zip(table, rows, codecs, strict=True)
-    )
-    for (ratio, heads, dim, codec, src_codec), count in kinds.items():
+    for (ratio, heads, dim, codec, src_codec), count in rows.kinds:
         vectors = (stop // ratio - start // ratio if ratio else np.ones_like(start)) * heads
         wire += count * (_align(vectors * codec.code_bytes(dim)) + _align(vectors * codec.scale_bytes(dim)))
         cache += count * vectors * src_codec.vector_bytes(dim)
     starts = np.zeros(len(index) + 1, np.int64)
     np.cumsum(wire[index], out=starts[1:])
-    return PackedPart(rows=table, segments=segments, wire_start=starts, nbytes=int(cache[index].sum()))
+    return PackedPart(rows=rows.table, segments=segments, wire_start=starts, nbytes=int(cache[index].sum()))
 
 
 def _align(sizes: np.ndarray) -> np.ndarray:
