@@ -403,3 +403,19 @@ def test_shutdown_with_everything_under_way(start: Start) -> None:
     decode.step()
     prefill.close()
     decode.close()
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_drafter_may_still_write_when_a_prompts_tokens_are_known(
+    start: Start, drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the lease begins when the GPU is done with the step. Caches on the CPU have no stream, so this looks at what
+    a stream would be asked for."""
+    prefill, decode = start(), start()
+    worker = prefill.ranks[0].connector._worker
+    asked = []
+    monkeypatch.setattr(worker, "_stream", lambda: asked.append(1))
+    monkeypatch.setattr(worker, "_drafts", drafts)
+    kv = prefill.prefill(prompt(100))
+    assert decode.run(decode.add(prompt(100), kv=kv))[0].external_tokens == 100
+    assert bool(asked) == drafts

@@ -1,7 +1,8 @@
-"""Any order of events: hand-offs, streams, wrong tickets, aborts, rejections, slow ranks, expiry, little memory.
+"""Any order of events: hand-offs, streams, wrong tickets, aborts, preemptions, slow ranks, expiry, little memory.
 
 Whatever happens: requests that are not aborted end, no cache holds a wrong number, no report comes twice, at last every
-block of both engines is free, and the next request is handed over as if nothing had happened.
+block of both engines is free and nothing is left of any request, and the next one is handed over as if nothing had
+happened.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .test_contract import prompt, settle
 from .test_streaming import Pair
 
 EVENTS = 150
+MANY_EVENTS = 6000
 SETTINGS = {
     "full": {},
     "window": {"window": True},
@@ -34,9 +36,8 @@ SETTINGS = {
 _ids = (f"any-{number}" for number in itertools.count())
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_any_order_of_events(start: Callable[..., Engine], setting: str, seed: int) -> None:
+def live(start: Callable[..., Engine], setting: str, seed: int, events: int) -> tuple[Engine, Engine, int]:
+    """A prefill and a decode engine after so many events, once all requests have ended; and how many there were."""
     draw = random.Random(f"{setting} {seed}")
     options = {"stream_timeout_s": (2.0, 0.3)[seed % 2], **SETTINGS[setting]}
     streams = "stream" in options
@@ -107,11 +108,11 @@ def test_any_order_of_events(start: Callable[..., Engine], setting: str, seed: i
                 handed.append((prefilling[request], kv))
             del prefilling[request]
 
-    events = {new_prefill: 20, new_decode: 25, abort: 6, reject: 3, lag: 5, step: 40}
+    weights = {new_prefill: 20, new_decode: 25, abort: 6, reject: 3, lag: 5, preempt: 2, step: 40}
     if streams:
-        events |= {new_prefill: 4, new_decode: 8, new_stream: 15, preempt: 2, abort: 3, step: 68}
-    for _ in range(EVENTS):
-        draw.choices(list(events), weights=list(events.values()))[0]()
+        weights |= {new_prefill: 4, new_decode: 8, new_stream: 15, abort: 3, step: 68}
+    for event in draw.choices(list(weights), weights=list(weights.values()), k=events):
+        event()
     for engine in both:
         for rank in engine.ranks:
             rank.silent = False
@@ -125,6 +126,14 @@ def test_any_order_of_events(start: Callable[..., Engine], setting: str, seed: i
     settle(*both)
     ended = [decode.answers[request].status for request in decoding if request not in aborted]
     assert set(ended) <= {FinishReason.LENGTH}
+    return prefill, decode, sum(len(engine.answers) for engine in both)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_any_order_of_events(start: Callable[..., Engine], setting: str, seed: int) -> None:
+    both = prefill, decode = live(start, setting, seed, EVENTS)[:2]
+    nothing_is_left(*both)
 
     fresh = prompt(100, 9)
     [answer] = decode.run(decode.add(fresh, kv=prefill.prefill(fresh), max_tokens=2))
@@ -133,7 +142,26 @@ def test_any_order_of_events(start: Callable[..., Engine], setting: str, seed: i
         assert answer.local_tokens + answer.external_tokens >= len(fresh) - 1
         assert answer.external_tokens
     settle(*both)
-    if streams and seed % 2 == 0:
+    if "stream" in setting and seed % 2 == 0:
         pair = Pair(prefill, decode, prompt(600, 50)).meet()
         pair.take_parts(decode.total("parts") + 2)
         assert pair.finish().computed == [1, 1]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_nothing_is_left_of_thousands_of_requests(start: Callable[..., Engine], setting: str) -> None:
+    prefill, decode, requests = live(start, setting, 1, MANY_EVENTS)
+    assert requests > 1500
+    nothing_is_left(prefill, decode)
+
+
+def nothing_is_left(*engines: Engine) -> None:
+    """Step until no side of any engine remembers a request, for a while."""
+    deadline = time.monotonic() + 10
+    while (found := [engine.leftovers() for engine in engines]) != [[]] * len(engines):
+        assert time.monotonic() < deadline, found
+        for engine in engines:
+            engine.step()
+        time.sleep(0.01)
