@@ -252,6 +252,16 @@ class Engine:
         """Lease slots that tickets of this engine hold."""
         return self.side._connector._node.numbers.in_use
 
+    def cap_loads(self, tokens: int) -> None:
+        """Let vLLM want at most so many tokens of what the connector offers, as it does for some of its features."""
+        matched = self.scheduler.connector.get_num_new_matched_tokens
+
+        def capped(request: Request, computed_tokens: int) -> tuple[int | None, bool]:
+            offered, between_steps = matched(request, computed_tokens)
+            return offered and min(offered, tokens), between_steps
+
+        self.scheduler.connector.get_num_new_matched_tokens = capped
+
     def leftovers(self) -> list[str]:
         """What the connector, and vLLM with it, remembers of requests: names of attributes that are not empty."""
         workers = [rank.connector._worker for rank in self.ranks]

@@ -230,6 +230,18 @@ def test_a_lease_that_ran_out(start: Start, policy: str) -> None:
     assert (prefill.total("expired"), decode.total("failed")) == (1, 1)  # and it was not offered again
 
 
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_vllm_wants_less_than_was_offered(start: Start, policy: str) -> None:
+    prefill, decode = start(), start(policy=policy)
+    decode.cap_loads(2 * BLOCK_TOKENS)
+    [answer] = decode.run(decode.add(prompt(200), kv=prefill.prefill(prompt(200)), max_tokens=2))
+    assert answer.status is (FinishReason.LENGTH if policy == "recompute" else FinishReason.ERROR)
+    assert answer.computed == ([200, 1] if policy == "recompute" else [])
+    settle(prefill, decode)
+    assert (prefill.total("released"), decode.total("failed"), decode.total("bytes")) == (1, 1, 0)
+    assert not decode.leftovers()
+
+
 def test_failed_loads_do_not_hold_each_other_up(start: Start) -> None:
     """A prompt needs more blocks to be computed than to be fetched, for a window's start slides out."""
     prefill = start(lease_s=0.2, num_blocks=64, window=True)
