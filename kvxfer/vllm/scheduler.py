@@ -30,7 +30,7 @@ from kvxfer.vllm.metadata import BlockIds, Load, Orders, Publication, RankReport
 from kvxfer.vllm.notices import News
 from kvxfer.vllm.options import Options, connector_arguments
 from kvxfer.vllm.stats import KvxferStats
-from kvxfer.vllm.stream_in import StreamsIn
+from kvxfer.vllm.stream_in import StreamsIn, wanted_less
 from kvxfer.vllm.stream_out import StreamsOut
 
 _log = init_logger("vllm.kvxfer.scheduler")
@@ -55,6 +55,7 @@ class _Offer:
     renew_at: float
     renew_until: float
     usable: bool  # for this prompt, up to a token from which decode can go on, by a request that may leave out tokens
+    cached_tokens: int = 0  # that this engine had when the rest was last offered to vLLM
     state: _State = _State.OFFERED
 
     @property
@@ -115,6 +116,7 @@ class SchedulerSide:
         self._loads: list[Load] = []
         self._releases: list[bytes] = []
         self._cancelled: list[str] = []
+        self._broken: list[tuple[str, str]] = []  # loads that cannot be carried out, and why
         self.stats = KvxferStats()
         self._unread: deque[tuple[str, bytes | KvxferError]] = deque(maxlen=_MAX_UNREAD)  # kvxfer's thread appends
         unread = self._unread.append
@@ -217,16 +219,20 @@ class SchedulerSide:
             return 0, False
         if offer.key in self._loading:  # of another answer to the same prompt: it may leave a cached prefix
             return None, False
+        offer.cached_tokens = computed_tokens
         tokens = offer.ticket.tokens - computed_tokens
         return (tokens, True) if tokens > 0 and offer.key not in self._spent else (0, False)
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
-        """vLLM has given the request blocks; `external_tokens` of its tokens are to be fetched, or none."""
+        """vLLM has given the request blocks; `external_tokens` of its tokens are to be fetched, or none.
+
+        What is fetched is all that was offered. Where vLLM wants less, the load fails.
+        """
         request_id = request.request_id
         if self._streams_in.awaits(request_id):
             if external_tokens > 0:
-                tokens = self._streams_in.begin(request_id)
-                self._loads.append(self._load(request_id, None, tokens, blocks.get_block_ids(), external_tokens))
+                tokens, cached_tokens = self._streams_in.begin(request_id, external_tokens)
+                self._loads.append(self._load(request_id, None, tokens, cached_tokens, blocks.get_block_ids()))
             else:
                 self._streams_in.drop(request_id)
             return
@@ -238,27 +244,30 @@ class SchedulerSide:
             return
         offer.state = _State.LOADING
         self._loading[offer.key] = request_id
-        tokens = offer.ticket.tokens
-        self._loads.append(self._load(request_id, offer.ticket, tokens, blocks.get_block_ids(), external_tokens))
+        ticket, tokens = offer.ticket, offer.ticket.tokens
+        if external_tokens != tokens - offer.cached_tokens:
+            self._broken.append((request_id, wanted_less(external_tokens, tokens - offer.cached_tokens)))
+            self._releases.append(bytes(ticket))
+            ticket = None
+        self._loads.append(self._load(request_id, ticket, tokens, offer.cached_tokens, blocks.get_block_ids()))
 
     def loaded_groups(self) -> tuple[int, ...]:
         """The groups whose blocks a load fills: vLLM's indices."""
         return tuple(group.index for group in self._groups)
 
-    def _load(self, request_id: str, ticket: Ticket | None, tokens: int, tables: Any, external_tokens: int) -> Load:
-        local_tokens = tokens - external_tokens
+    def _load(self, request_id: str, ticket: Ticket | None, tokens: int, cached_tokens: int, tables: Any) -> Load:
         blocks: BlockIds = {}
         blank: BlockIds = {}
         for group in self._groups:
             table = tables[group.index]
-            blocks[group.name] = group.used(table, tokens, local_tokens)
-            given = group.used(table, len(table) * group.block_tokens, local_tokens)
+            blocks[group.name] = group.used(table, tokens, cached_tokens)
+            given = group.used(table, len(table) * group.block_tokens, cached_tokens)
             blank[group.name] = given if self._zeroing else []
         return Load(
             request_id=request_id,
             ticket=None if ticket is None else bytes(ticket),
             tokens=tokens,
-            cached_tokens=local_tokens,
+            cached_tokens=cached_tokens,
             blocks=blocks,
             blank=blank,
             timeout_s=self._options.fetch_timeout_s,
@@ -414,11 +423,11 @@ class SchedulerSide:
             releases=tuple(self._releases),
             cancelled=tuple(self._cancelled),
             pieces=tuple(pieces),
-            broken=tuple(broken),
+            broken=(*self._broken, *broken),
             revoked=tuple(revoked),
             knows_ranks=len(self._endpoints) == self._ranks,
         )
-        self._publications, self._loads, self._releases, self._cancelled = [], [], [], []
+        self._publications, self._loads, self._releases, self._cancelled, self._broken = [], [], [], [], []
         return orders
 
     def take_output(self, output: Any) -> None:

@@ -41,6 +41,7 @@ class _Stream:
     requests: list[Any] = field(default_factory=list)  # the first one loads
     tokens: int = 0  # of the prompt that will be handed over; 0: it has not begun
     computed_tokens: int = 0  # by prefill, as far as is known
+    cached_tokens: int = 0  # that this engine had when the rest was last offered to vLLM
     told_tokens: int = 0  # up to which the workers have a ticket
     loads: bool = False  # the first request has blocks, and the workers know
     is_complete: bool = False  # the workers have the last ticket, or know that there is none
@@ -89,6 +90,7 @@ class StreamsIn:
             return 0
         if stream.loads or stream.requests[0] is not request or not stream.tokens:
             return None
+        stream.cached_tokens = computed_tokens
         return max(0, stream.tokens - computed_tokens)
 
     def awaits(self, request_id: str) -> bool:
@@ -96,13 +98,21 @@ class StreamsIn:
         stream = self._stream_of(request_id)
         return stream is not None and not (stream.loads and stream.requests[0].request_id == request_id)
 
-    def begin(self, request_id: str) -> int:
-        """The request has blocks: parts may come. Returns the tokens that will be handed over in all."""
+    def begin(self, request_id: str, external_tokens: int) -> tuple[int, int]:
+        """The request has blocks: parts may come. Returns the prompt's tokens that both engines will have in the end,
+        and those of them that are here.
+
+        The load fails unless vLLM wants all the others: `external_tokens`.
+        """
         stream = self._stream_of(request_id)
         stream.loads = True
         stream.heard_at = time.monotonic()
-        self._ask(stream)
-        return stream.tokens
+        offered = stream.tokens - stream.cached_tokens
+        if external_tokens == offered:
+            self._ask(stream)
+        else:
+            self._give_up(stream, wanted_less(external_tokens, offered))
+        return stream.tokens, stream.cached_tokens
 
     def drop(self, request_id: str) -> bool:
         """The request is over, or needs nothing. Returns whether the workers load for it."""
@@ -234,3 +244,8 @@ class StreamsIn:
         endpoint = stream.key.prefill
         unreachable = self._unreachable
         self._connector.notify(endpoint, notices.encode(notice), failed=lambda error: unreachable(endpoint, error))
+
+
+def wanted_less(wanted: int, offered: int) -> str:
+    """Why a load fails of which vLLM wants only a part."""
+    return f"vLLM asks for {wanted} of the {offered} tokens that were offered"

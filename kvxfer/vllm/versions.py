@@ -157,5 +157,7 @@ def skips_prefix_cache(request: Any) -> bool:
 def prefill_lookahead(vllm_config: Any) -> int:
     """Tokens past the computed ones that a drafter reads while prefilling; 0 without."""
     found = getattr(vllm_config, "num_prefill_lookahead_tokens", None)
+    if found is not None:
+        return int(found)
     speculation = vllm_config.speculative_config
-    return int(speculation is not None and speculation.use_eagle()) if found is None else int(found)
+    return int(speculation is not None and speculation.use_eagle())

@@ -49,6 +49,7 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._options = options
         self._place = Place.of(vllm_config)
+        self._drafts = vllm_config.speculative_config is not None  # which may still run when a step's tokens are known
         self._groups = table_groups(kv_cache_config)
         self._tensors: dict[str, list[torch.Tensor]] = {}  # by group, for blanking
         self._connector: Connector | None = None
@@ -196,7 +197,7 @@ class WorkerSide:
                 tokens=publication.tokens,
                 ttl_s=publication.ttl_s,
                 ticket=publication.ticket,
-                stream=self._stream() if publication.is_part else None,
+                stream=self._stream() if publication.is_part or self._drafts else None,
             )
             (self._parts if publication.is_part else self._leases)[request_id] = lease
         except KvxferError as error:

@@ -17,6 +17,10 @@ else:
     from .engine import Engine
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full: left out of CI for its time; `make test-vllm-full`")
+
+
 @pytest.fixture(autouse=True)
 def first_model_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that the workers here act like; vLLM 0.33 would choose by the platform."""

@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import tempfile
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +48,9 @@ WINDOW = 50
 TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 TO_DECODE = {"do_remote_decode": False, "do_remote_prefill": True}
 SECRET = "a secret of the tests"
+
+LASTING = {"_spent", "_ended", "_endpoints", "_index", "_tensors", "_ways_seen"}
+"""Attributes that do not belong to a request that is under way: of fixed size, or the newest of what is over."""
 
 torch.set_num_threads(1)
 register()
@@ -247,6 +251,30 @@ class Engine:
     def slots_in_use(self) -> int:
         """Lease slots that tickets of this engine hold."""
         return self.side._connector._node.numbers.in_use
+
+    def cap_loads(self, tokens: int) -> None:
+        """Let vLLM want at most so many tokens of what the connector offers, as it does for some of its features."""
+        matched = self.scheduler.connector.get_num_new_matched_tokens
+
+        def capped(request: Request, computed_tokens: int) -> tuple[int | None, bool]:
+            offered, between_steps = matched(request, computed_tokens)
+            return offered and min(offered, tokens), between_steps
+
+        self.scheduler.connector.get_num_new_matched_tokens = capped
+
+    def leftovers(self) -> list[str]:
+        """What the connector, and vLLM with it, remembers of requests: names of attributes that are not empty."""
+        workers = [rank.connector._worker for rank in self.ranks]
+        sides = [self.side, self.side._streams_in, self.side._streams_out, *workers, self._aggregator]
+        looked_at = [(side, vars(side).keys() - LASTING) for side in sides] + [(self.scheduler, {"requests"})]
+        for node in (side._connector._node for side in (self.side, *workers)):
+            looked_at += [(node, {"promises", "active", "under_way"}), (node.numbers, {"_taken", "_deadlines"})]
+        return [
+            f"{type(part).__name__}.{name}"
+            for part, names in looked_at
+            for name in names
+            if isinstance(value := getattr(part, name), dict | set | list | deque) and value
+        ]
 
     @property
     def side(self) -> SchedulerSide:

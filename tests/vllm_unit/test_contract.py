@@ -230,6 +230,18 @@ def test_a_lease_that_ran_out(start: Start, policy: str) -> None:
     assert (prefill.total("expired"), decode.total("failed")) == (1, 1)  # and it was not offered again
 
 
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_vllm_wants_less_than_was_offered(start: Start, policy: str) -> None:
+    prefill, decode = start(), start(policy=policy)
+    decode.cap_loads(2 * BLOCK_TOKENS)
+    [answer] = decode.run(decode.add(prompt(200), kv=prefill.prefill(prompt(200)), max_tokens=2))
+    assert answer.status is (FinishReason.LENGTH if policy == "recompute" else FinishReason.ERROR)
+    assert answer.computed == ([200, 1] if policy == "recompute" else [])
+    settle(prefill, decode)
+    assert (prefill.total("released"), decode.total("failed"), decode.total("bytes")) == (1, 1, 0)
+    assert not decode.leftovers()
+
+
 def test_failed_loads_do_not_hold_each_other_up(start: Start) -> None:
     """A prompt needs more blocks to be computed than to be fetched, for a window's start slides out."""
     prefill = start(lease_s=0.2, num_blocks=64, window=True)
@@ -403,3 +415,19 @@ def test_shutdown_with_everything_under_way(start: Start) -> None:
     decode.step()
     prefill.close()
     decode.close()
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_drafter_may_still_write_when_a_prompts_tokens_are_known(
+    start: Start, drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the lease begins when the GPU is done with the step. Caches on the CPU have no stream, so this looks at what
+    a stream would be asked for."""
+    prefill, decode = start(), start()
+    worker = prefill.ranks[0].connector._worker
+    asked = []
+    monkeypatch.setattr(worker, "_stream", lambda: asked.append(1))
+    monkeypatch.setattr(worker, "_drafts", drafts)
+    kv = prefill.prefill(prompt(100))
+    assert decode.run(decode.add(prompt(100), kv=kv))[0].external_tokens == 100
+    assert bool(asked) == drafts

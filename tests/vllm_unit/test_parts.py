@@ -94,6 +94,22 @@ def test_failed_loads_of_several_groups_need_a_version_that_hears_of_them(monkey
         versions.check_groups(2)
 
 
+def test_what_a_drafter_reads_ahead() -> None:
+    new = SimpleNamespace(num_prefill_lookahead_tokens=3)
+    old = [
+        SimpleNamespace(speculative_config=speculation)
+        for speculation in (None, SimpleNamespace(use_eagle=lambda: False), SimpleNamespace(use_eagle=lambda: True))
+    ]
+    assert [versions.prefill_lookahead(config) for config in (new, *old)] == [3, 0, 0, 1]
+
+
+@pytest.mark.parametrize("zeroing", [False, True])
+@pytest.mark.parametrize("second_runner", [False, True])
+def test_what_workers_write_before_leases_can_end(second_runner: bool, zeroing: bool) -> None:
+    engine, cache = SimpleNamespace(use_v2_model_runner=second_runner), SimpleNamespace(needs_kv_cache_zeroing=zeroing)
+    assert versions.writes_before_revoking(engine, cache) == (second_runner and zeroing)
+
+
 def test_registered_once_by_name_and_by_module() -> None:
     plugin.register()
     plugin.register()

@@ -1,7 +1,8 @@
-"""Any order of events: hand-offs, streams, wrong tickets, aborts, rejections, slow ranks, expiry, little memory.
+"""Any order of events: hand-offs, streams, wrong tickets, aborts, preemptions, slow ranks, expiry, little memory.
 
 Whatever happens: requests that are not aborted end, no cache holds a wrong number, no report comes twice, at last every
-block of both engines is free, and the next request is handed over as if nothing had happened.
+block of both engines is free and nothing is left of any request, and the next one is handed over as if nothing had
+happened.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .test_contract import prompt, settle
 from .test_streaming import Pair
 
 EVENTS = 150
+MANY_EVENTS = 6000
 SETTINGS = {
     "full": {},
     "window": {"window": True},
@@ -31,18 +33,20 @@ SETTINGS = {
     "stream": {"stream": True},
     "stream, window, ranks": {"stream": True, "window": True, "ranks": 2},
 }
+CONDITIONS = ((5.0, 2.0, "recompute"), (0.05, 0.3, "recompute"), (0.05, 0.3, "fail"))
+"""How long leases last, how long decode waits for a stream, and what becomes of a failed load, by seed."""
 _ids = (f"any-{number}" for number in itertools.count())
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_any_order_of_events(start: Callable[..., Engine], setting: str, seed: int) -> None:
+def live(start: Callable[..., Engine], setting: str, seed: int, events: int) -> tuple[Engine, Engine, int]:
+    """A prefill and a decode engine after so many events, once all requests have ended; and how many there were."""
     draw = random.Random(f"{setting} {seed}")
-    options = {"stream_timeout_s": (2.0, 0.3)[seed % 2], **SETTINGS[setting]}
+    lease_s, stream_timeout_s, policy = CONDITIONS[seed]
+    options = {"stream_timeout_s": stream_timeout_s, **SETTINGS[setting]}
     streams = "stream" in options
     blocks, chunk = (90, 30) if streams else (40, 200)
-    prefill = start(num_blocks=blocks, lease_s=(5.0, 0.05)[seed % 2], max_batched_tokens=chunk, **options)
-    decode = start(num_blocks=min(blocks, 60), policy="recompute", max_batched_tokens=200, **options)
+    prefill = start(num_blocks=blocks, lease_s=lease_s, max_batched_tokens=chunk, **options)
+    decode = start(num_blocks=min(blocks, 60), policy=policy, max_batched_tokens=200, **options)
     both = prefill, decode
     prefilling: dict[str, list[int]] = {}  # by request: its prompt
     handed: list[tuple[list[int], dict]] = []
@@ -107,11 +111,11 @@ def test_any_order_of_events(start: Callable[..., Engine], setting: str, seed: i
                 handed.append((prefilling[request], kv))
             del prefilling[request]
 
-    events = {new_prefill: 20, new_decode: 25, abort: 6, reject: 3, lag: 5, step: 40}
+    weights = {new_prefill: 20, new_decode: 25, abort: 6, reject: 3, lag: 5, preempt: 2, step: 40}
     if streams:
-        events |= {new_prefill: 4, new_decode: 8, new_stream: 15, preempt: 2, abort: 3, step: 68}
-    for _ in range(EVENTS):
-        draw.choices(list(events), weights=list(events.values()))[0]()
+        weights |= {new_prefill: 4, new_decode: 8, new_stream: 15, abort: 3, step: 68}
+    for event in draw.choices(list(weights), weights=list(weights.values()), k=events):
+        event()
     for engine in both:
         for rank in engine.ranks:
             rank.silent = False
@@ -124,16 +128,43 @@ def test_any_order_of_events(start: Callable[..., Engine], setting: str, seed: i
         decode.reject(kv)
     settle(*both)
     ended = [decode.answers[request].status for request in decoding if request not in aborted]
-    assert set(ended) <= {FinishReason.LENGTH}
+    assert set(ended) <= {FinishReason.LENGTH} | ({FinishReason.ERROR} if policy == "fail" else set())
+    return prefill, decode, sum(len(engine.answers) for engine in both)
+
+
+@pytest.mark.parametrize("seed", range(len(CONDITIONS)))
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_any_order_of_events(start: Callable[..., Engine], setting: str, seed: int) -> None:
+    both = prefill, decode = live(start, setting, seed, EVENTS)[:2]
+    nothing_is_left(*both)
 
     fresh = prompt(100, 9)
     [answer] = decode.run(decode.add(fresh, kv=prefill.prefill(fresh), max_tokens=2))
     assert answer.status == FinishReason.LENGTH
-    if seed % 2 == 0:  # the others' leases may end at any time
+    if not seed:  # the others' leases may end at any time
         assert answer.local_tokens + answer.external_tokens >= len(fresh) - 1
         assert answer.external_tokens
     settle(*both)
-    if streams and seed % 2 == 0:
+    if "stream" in setting and not seed:
         pair = Pair(prefill, decode, prompt(600, 50)).meet()
         pair.take_parts(decode.total("parts") + 2)
         assert pair.finish().computed == [1, 1]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_nothing_is_left_of_thousands_of_requests(start: Callable[..., Engine], setting: str) -> None:
+    prefill, decode, requests = live(start, setting, 1, MANY_EVENTS)
+    assert requests > 1500
+    nothing_is_left(prefill, decode)
+
+
+def nothing_is_left(*engines: Engine) -> None:
+    """Step until no side of any engine remembers a request, for a while."""
+    deadline = time.monotonic() + 10
+    while (found := [engine.leftovers() for engine in engines]) != [[]] * len(engines):
+        assert time.monotonic() < deadline, found
+        for engine in engines:
+            engine.step()
+        time.sleep(0.01)

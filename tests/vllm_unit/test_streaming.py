@@ -70,13 +70,17 @@ class Pair:
         for engine in engines:
             until(lambda engine=engine: engine.side._unread, 30, "a notice")
 
-    def meet(self) -> Pair:
-        """Both engines know of the prompt; prefill has computed the first chunk, and decode has blocks for it all."""
+    def begin(self) -> Pair:
+        """Both engines know of the prompt, and prefill has computed the first chunk."""
         self.ask_decode().ask_prefill()
         self.decode.step()
         self.heard(self.prefill)
         until(lambda: self.prefill.step() or self.source in self.prefill._computed, 30, "a first chunk")
-        self.allocate()
+        return self
+
+    def meet(self) -> Pair:
+        """Also, decode has blocks for it all."""
+        self.begin().allocate()
         return self
 
     def allocate(self) -> None:
@@ -328,6 +332,17 @@ def test_an_engine_that_does_not_stream_says_so(start: Start, caplog: pytest.Log
     pair.ask_decode().ask_prefill()
     assert pair.finish().computed == [LENGTH, 1]
     assert "this decode engine does not" in caplog.text
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_vllm_wants_less_than_was_offered(start: Start, policy: str) -> None:
+    pair = Pair.start(start, policy=policy)
+    pair.decode.cap_loads(2 * BLOCK_TOKENS)
+    pair.begin()
+    until(lambda: pair.decode.step() or pair.decode.total("given_up"), 30, "an end of the stream")
+    answer = pair.finish()
+    assert (answer.status, answer.computed) == expected(policy)
+    assert (pair.decode.total("failed"), pair.decode.total("bytes")) == (1, 0)
 
 
 # --- requests that end early --------------------------------------------------------------------------------
