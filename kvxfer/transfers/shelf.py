@@ -113,6 +113,7 @@ class _Ahead:
                     address,
                     threads=self._node.limits.copy_threads,
                     check=self._node.check_finite,
+                    past_caches=True,
                 )
                 address += chunk.wire_bytes
             ctypes.memmove(start, _header(str(self._prepared.plan.wire)), HEADER_BYTES)
