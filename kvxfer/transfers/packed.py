@@ -196,13 +196,11 @@ class PackedSource:
         def ended(header: bytes, error: KvxferError | None) -> None:  # any thread
             with self._lock:
                 self._ended.append((None if told else placed(header, 0), error))
-                # At the end the other side has nothing else to do: it is told of each.
-                due = (
-                    not (self._queue and (self._free or len(self._ended) < self._under_way))
-                    or error is not None
-                    or len(self._ended) >= together(self._offer.slots)
-                )
-            if due:
+                most = together(self._offer.slots)
+                others_follow = self._free or len(self._ended) < self._under_way
+                # Towards the end the other side is told of each, so that little is left to do after the last one.
+                can_wait = others_follow and len(self._ended) < most <= len(self._queue)
+            if error is not None or not can_wait:
                 self._node.progress.post(self._advance)
 
         if self._outbox is None:
