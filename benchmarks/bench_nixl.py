@@ -11,14 +11,15 @@ rows down, they have processes of their own, which are stopped but for their own
 makes progress by polling instead, so that it does not compete with itself either.
 
 *Parts* are what a packed transfer consists of, each alone on one thread: gathering all chunks, writing them through
-NIXL from a buffer that is still in a cache, scattering them. Two processors that shared these evenly, and did nothing
-else, would reach the *bound*.
+NIXL from a buffer that is still in a cache into as many places as a transfer is lent, scattering them. Two processors
+that shared these evenly, and did nothing else, would reach the *bound*: nobody else has read what is written to there.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import multiprocessing
 import os
 import secrets
@@ -39,7 +40,7 @@ import kvxfer
 from kvxfer.connector import WAYS
 from kvxfer.kernels import PreparedPlan, bases
 from kvxfer.plan import join
-from kvxfer.transfers.staging import CHUNK_BYTES
+from kvxfer.transfers.staging import CHUNK_BYTES, SLOTS
 
 BLOCK_KIB = (4, 16, 64)
 ROWS = {
@@ -163,10 +164,11 @@ def parts(nixl: Nixl, layout: kvxfer.CacheLayout, memory: np.ndarray, src_ids: n
     plan = join([layout], layout)[0].plan({"full": src_ids}, {"full": dst_ids}, tokens=16 * len(src_ids))
     prepared, places, buffer = PreparedPlan(plan), bases([memory.ctypes.data]), bench_shm.private(CHUNK_BYTES)
     chunks, first = list(plan.chunks(CHUNK_BYTES)), np.zeros(1, np.int32)
-    write = nixl.mover("WRITE", CHUNK_BYTES, first, first)
+    slots = min(SLOTS, len(memory) // CHUNK_BYTES)
+    writes = [nixl.mover("WRITE", CHUNK_BYTES, first, first + slot) for slot in range(slots)]
     functions = {
         "gather_s": lambda _: any(prepared.gather(chunk, places, buffer.ctypes.data) for chunk in chunks) or None,
-        "wire_s": lambda _: sum(write(None) for _ in chunks),
+        "wire_s": lambda _: sum(write(None) for write, _ in zip(itertools.cycle(writes), chunks, strict=False)),
         "scatter_s": lambda _: any(prepared.scatter(chunk, buffer.ctypes.data, places) for chunk in chunks) or None,
     }
     measured = timing.measure_together(functions, [None], calls=7, clock=clock)

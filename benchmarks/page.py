@@ -50,6 +50,17 @@ def shm() -> str:
     )
 
 
+def staging() -> str:
+    """What filling staging costs, by how long ago the other end has read it."""
+    environment, rows = load("staging.json")
+    hows = list(dict.fromkeys(row["how"] for row in rows))
+    slots = list(dict.fromkeys(row["slots"] for row in rows))
+    cells = {(row["how"], row["slots"]): f"{row['gb_s']:.1f} ({row['low']:.1f} to {row['high']:.1f})" for row in rows}
+    body = [[how, *(cells[how, count] for count in slots)] for how in hows]
+    head = ["filling, GB/s of processor time: median (quartiles); chunks:", *map(str, slots)]
+    return f"{tables.markdown(head, body)}\n\n{_where(environment)}"
+
+
 def nixl(name: str) -> str:
     """The NIXL backend between two processes."""
     environment, [result] = load(name)
@@ -388,6 +399,7 @@ def main() -> None:
         "vllm-handoff": vllm_handoff,
         "host": host,
         "shm": shm,
+        "staging": staging,
         "nixl": lambda: nixl("nixl.json"),
         "nixl-tcp": lambda: nixl("nixl_tcp.json"),
         "nixl-link": lambda: nixl_link("nixl_10gbit.json", "nixl_1gbit.json"),

@@ -71,11 +71,13 @@ NB_MODULE(_native, m) {
   m.def(
       "gather",
       [](const Part& part, std::int64_t first, std::int64_t count, std::uint64_t src_bases, std::uint64_t wire,
-         int threads) {
+         int threads, bool past_caches) {
         nb::gil_scoped_release release;
-        cpu::gather(part.range(first, count), at<const std::uint64_t>(src_bases), at<std::uint8_t>(wire), threads);
+        cpu::gather(part.range(first, count), at<const std::uint64_t>(src_bases), at<std::uint8_t>(wire), threads,
+                    past_caches);
       },
-      nb::arg("part"), nb::arg("first"), nb::arg("count"), nb::arg("src_bases"), nb::arg("wire"), nb::arg("threads"));
+      nb::arg("part"), nb::arg("first"), nb::arg("count"), nb::arg("src_bases"), nb::arg("wire"), nb::arg("threads"),
+      nb::arg("past_caches"));
   m.def(
       "scatter",
       [](const Part& part, std::int64_t first, std::int64_t count, std::uint64_t wire, std::uint64_t dst_bases,

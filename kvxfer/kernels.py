@@ -58,10 +58,16 @@ class PreparedPlan:
         part = self._parts[chunk.part]
         _native.copy(part, chunk.first, chunk.count, src_bases.ctypes.data, dst_bases.ctypes.data, threads)
 
-    def gather(self, chunk: Chunk, src_bases: np.ndarray, wire: int, *, threads: int = 1) -> None:
-        """Blocks to the packed buffer at address `wire`, which has room for ``chunk.wire_bytes``."""
+    def gather(
+        self, chunk: Chunk, src_bases: np.ndarray, wire: int, *, threads: int = 1, past_caches: bool = False
+    ) -> None:
+        """Blocks to the packed buffer at address `wire`, which has room for ``chunk.wire_bytes``.
+
+        `past_caches` is for what another processor reads next: to take over lines that are still in its caches costs
+        several times what the copy does.
+        """
         part = self._parts[chunk.part]
-        _native.gather(part, chunk.first, chunk.count, src_bases.ctypes.data, wire, threads)
+        _native.gather(part, chunk.first, chunk.count, src_bases.ctypes.data, wire, threads, past_caches)
 
     def scatter(self, chunk: Chunk, wire: int, dst_bases: np.ndarray, *, threads: int = 1) -> None:
         """The packed buffer at address `wire` to blocks."""
@@ -103,12 +109,13 @@ class PreparedPackedPlan:
         threads: int = 1,
         check: bool = True,
         summed: bool = False,
+        past_caches: bool = False,
         wire_on_gpu: bool = False,
     ) -> Checksum | None:
         """Source blocks to the packed bytes at address `wire`, which has room for ``chunk.wire_bytes``.
 
-        With `summed`, returns their checksum; raises MissingExtra without xxhash. `wire_on_gpu` is for blocks on a GPU
-        only (`cuda.mover.CudaPackedPlan`).
+        With `summed`, returns their checksum; raises MissingExtra without xxhash. `past_caches`: see
+        `PreparedPlan.gather`. `wire_on_gpu` is for blocks on a GPU only (`cuda.mover.CudaPackedPlan`).
 
         With `check`, NaN or infinity under a lossy codec raises NonFiniteValue when the chunk is packed;
         without, they saturate (`formats.elements.finite`).
@@ -117,7 +124,7 @@ class PreparedPackedPlan:
         if not self.plan.packs:
             raise InvalidRequest("this plan was made without the source's block ids and cannot pack")
         if self._raw is not None:
-            self._raw.gather(chunk, src_bases, wire, threads=threads)
+            self._raw.gather(chunk, src_bases, wire, threads=threads, past_caches=past_caches and not summed)
             return self._sum(chunk, wire) if summed else None
         part = self._parts[chunk.part]
         bad = _native.pack(part, chunk.first, chunk.count, src_bases.ctypes.data, wire, threads)

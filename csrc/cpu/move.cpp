@@ -127,11 +127,11 @@ int64_t wire_start(const Segments& segments, int64_t segment) {
 
 // One loop for all three directions; a null side is the packed buffer.
 void run(const Work& work, const uint64_t* src_bases, const uint64_t* dst_bases, uint8_t* wire, int64_t first,
-         int64_t count) {
+         int64_t count, bool past_caches) {
   const Segments& segments = work.segments;
   const int64_t wire_origin = wire_start(segments, work.first);
   const bool streaming =
-      dst_bases && wire_start(segments, first + count) - wire_start(segments, first) >= kStreamCall;
+      past_caches && wire_start(segments, first + count) - wire_start(segments, first) >= kStreamCall;
   for (int64_t segment = first; segment < first + count; ++segment) {
     uint8_t* packed = wire ? wire + (wire_start(segments, segment) - wire_origin) : nullptr;
     for (int64_t r = 0; r < work.num_rows; ++r) {
@@ -156,23 +156,24 @@ void run(const Work& work, const uint64_t* src_bases, const uint64_t* dst_bases,
 }
 
 void run_threaded(const Work& work, const uint64_t* src_bases, const uint64_t* dst_bases, uint8_t* wire,
-                  int threads) {
-  over_segments(work.first, work.count, threads,
-                [&](int64_t first, int64_t count) { run(work, src_bases, dst_bases, wire, first, count); });
+                  int threads, bool past_caches) {
+  over_segments(work.first, work.count, threads, [&](int64_t first, int64_t count) {
+    run(work, src_bases, dst_bases, wire, first, count, past_caches);
+  });
 }
 
 }  // namespace
 
 void copy(const Work& work, const uint64_t* src_bases, const uint64_t* dst_bases, int threads) {
-  run_threaded(work, src_bases, dst_bases, nullptr, threads);
+  run_threaded(work, src_bases, dst_bases, nullptr, threads, true);
 }
 
-void gather(const Work& work, const uint64_t* src_bases, uint8_t* wire, int threads) {
-  run_threaded(work, src_bases, nullptr, wire, threads);
+void gather(const Work& work, const uint64_t* src_bases, uint8_t* wire, int threads, bool past_caches) {
+  run_threaded(work, src_bases, nullptr, wire, threads, past_caches);
 }
 
 void scatter(const Work& work, const uint8_t* wire, const uint64_t* dst_bases, int threads) {
-  run_threaded(work, nullptr, dst_bases, const_cast<uint8_t*>(wire), threads);
+  run_threaded(work, nullptr, dst_bases, const_cast<uint8_t*>(wire), threads, true);
 }
 
 }  // namespace kvxfer::cpu

@@ -18,8 +18,9 @@ struct Work {
 // must not overlap.
 void copy(const Work& work, const std::uint64_t* src_bases, const std::uint64_t* dst_bases, int threads);
 
-// `wire` is the address where segment `work.first` starts in the packed buffer.
-void gather(const Work& work, const std::uint64_t* src_bases, std::uint8_t* wire, int threads);
+// `wire` is the address where segment `work.first` starts in the packed buffer. `past_caches` is for packed bytes that
+// another processor reads next, and not this one.
+void gather(const Work& work, const std::uint64_t* src_bases, std::uint8_t* wire, int threads, bool past_caches);
 void scatter(const Work& work, const std::uint8_t* wire, const std::uint64_t* dst_bases, int threads);
 
 }  // namespace kvxfer::cpu

@@ -4,6 +4,7 @@ Protocol history:
   1  (2026-11)  first version
   2  (2026-11)  slots of the lease table have 64 bytes, with words for streams and the shelf, which descriptions name
   3  (2026-11)  links of a backend may speak to each other; a chunk may be told of before its bytes are there
+  4  (2026-11)  one message tells of several chunks, or gives several slots back
 
 Imports msgspec, layout and errors.
 """
@@ -17,7 +18,7 @@ import msgspec
 from kvxfer.errors import ProtocolMismatch
 from kvxfer.layout import CacheLayout
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE_BYTES = 1 << 20  # unless `Limits.max_message_bytes` says otherwise
 NO_TRANSFER = 0
 
@@ -202,13 +203,12 @@ class Grant(Message, tag="grant"):
     offer: PackedOffer | None
 
 
-class Chunk(Message, tag="chunk"):
+class Placed(msgspec.Struct, frozen=True, array_like=True):
     """Chunk `index` of stage `stage` lies in staging slot `slot`; its header, where headers come apart.
 
     With `announced` it may still be on its way: the receiving side's link knows under that number when it is there.
     """
 
-    transfer: int
     stage: int
     index: int
     slot: int
@@ -216,11 +216,18 @@ class Chunk(Message, tag="chunk"):
     announced: int
 
 
-class Credit(Message, tag="credit"):
-    """A staging slot is free again."""
+class Chunks(Message, tag="chunks"):
+    """Chunks that have been put into staging."""
 
     transfer: int
-    slot: int
+    placed: tuple[Placed, ...]
+
+
+class Credit(Message, tag="credit"):
+    """Staging slots are free again."""
+
+    transfer: int
+    slots: tuple[int, ...]
 
 
 class Stop(Message, tag="stop"):
@@ -268,7 +275,7 @@ _ALL = (
     | Pull
     | Claim
     | Grant
-    | Chunk
+    | Chunks
     | Credit
     | Stop
     | Ended

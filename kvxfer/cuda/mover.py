@@ -87,9 +87,12 @@ class CudaPackedPlan:
         threads: int = 1,
         check: bool = True,
         summed: bool = False,
+        past_caches: bool = False,
         wire_on_gpu: bool = False,
     ) -> Checksum | None:
         """Source blocks to the packed bytes at address `wire`, of this GPU with `wire_on_gpu`, else of the host.
+
+        `threads` and `past_caches` are for the CPU's kernels.
 
         With `summed`, returns their checksum.
 

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvxfer.backends.base import Direction
-from kvxfer.control.messages import Chunk as ChunkMessage
-from kvxfer.control.messages import Credit, PackedOffer
+from kvxfer.control.messages import Chunks, Credit, PackedOffer, Placed
 from kvxfer.errors import BackendError, KvxferError, as_kvxfer_error
 from kvxfer.formats import HEADER_BYTES, ChunkHeader
 from kvxfer.kernels import PreparedPackedPlan
@@ -81,9 +80,9 @@ def offer(node: Node, loan: Loan, wire: str) -> PackedOffer:
 
 
 def together(slots: int) -> int:
-    """How many chunks of a loan are announced, or given back, at once: a message costs more than its bytes, and the
-    other side has work meanwhile."""
-    return max(1, slots // 4)
+    """How many chunks of a loan are announced, or given back, at once: a message wakes threads at both ends, and while
+    one half of the loan is being worked on at one end, the other half is at the other."""
+    return max(1, slots // 2)
 
 
 class PackedSource:
@@ -121,13 +120,15 @@ class PackedSource:
         self._src_bases = cache.bases
         self._staging, self._offer = staging, offer
         self._written: Callable[[KvxferError | None], None] | None = written
-        self._free = list(range(offer.slots))  # the last one given back is used first: it may still be in a cache
+        # The one given back longest ago is used first: what the other end has just read is in its processor's caches,
+        # and to take line by line from there costs several times what the copy does.
+        self._free = collections.deque(range(offer.slots))
         self._lent: set[int] = set()  # slots that hold a chunk the peer has not given back
         self._queue: collections.deque[tuple[int, int, Chunk]] = collections.deque()
         self._unqueued = len(stages)
         self._under_way = 0  # chunks that have left the queue and were not announced to the peer yet
-        # Of these, which are written or have failed; without a message where the peer has been told already.
-        self._ended: list[tuple[ChunkMessage | None, KvxferError | None]] = []
+        # Of these, which are written or have failed; without a place where the peer has been told already.
+        self._ended: list[tuple[Placed | None, KvxferError | None]] = []
         self._lock = threading.Lock()  # of free slots, queue, and what is under way
         self._workers = ChunkWorkers(node.pool, self._take, most=workers_for(node.limits))
         self._stopped: KvxferError | None = None
@@ -140,13 +141,14 @@ class PackedSource:
             self._queue.extend((stage, index, chunk) for index, chunk in enumerate(chunks))
         self._advance()
 
-    def credit(self, slot: int) -> None:
-        """The peer gives a slot back."""
-        if slot not in self._lent:
-            raise BackendError(f"the peer gave back slot {slot}, which it did not hold")
-        self._lent.discard(slot)
+    def credit(self, slots: Sequence[int]) -> None:
+        """The peer gives slots back."""
+        for slot in slots:
+            if slot not in self._lent:
+                raise BackendError(f"the peer gave back slot {slot}, which it did not hold")
+            self._lent.discard(slot)
         with self._lock:
-            self._free.append(slot)
+            self._free.extend(slots)
         self._advance()
 
     def stop(self, error: KvxferError) -> None:
@@ -175,7 +177,7 @@ class PackedSource:
             if not self._queue or not self._free:
                 return None
             self._under_way += 1
-            return functools.partial(self._gather, self._free.pop(), *self._queue.popleft())
+            return functools.partial(self._gather, self._free.popleft(), *self._queue.popleft())
 
     def _gather(self, slot: int, stage: int, index: int, chunk: Chunk) -> None:
         """Mover thread."""
@@ -183,23 +185,22 @@ class PackedSource:
 
         told = False
 
-        def message(header: bytes, announced: int) -> ChunkMessage:
-            apart = header if self._offer.headers_apart else b""
-            return ChunkMessage(
-                transfer=self._transfer, stage=stage, index=index, slot=slot, header=apart, announced=announced
-            )
+        def placed(header: bytes, announced: int) -> Placed:
+            return Placed(stage, index, slot, header if self._offer.headers_apart else b"", announced)
 
         def coming(header: bytes, announced: int) -> None:  # the other side's link waits for the bytes
             nonlocal told
             told = True
-            self._node.progress.post(lambda: self._tell(message(header, announced)))
+            self._node.progress.post(lambda: self._tell([placed(header, announced)]))
 
         def ended(header: bytes, error: KvxferError | None) -> None:  # any thread
             with self._lock:
-                self._ended.append((None if told else message(header, 0), error))
-                others = len(self._ended) < self._under_way or (self._queue and self._free)
-                due = not others or error is not None or len(self._ended) >= together(self._offer.slots)
-            if due:
+                self._ended.append((None if told else placed(header, 0), error))
+                most = together(self._offer.slots)
+                others_follow = self._free or len(self._ended) < self._under_way
+                # Towards the end the other side is told of each, so that little is left to do after the last one.
+                can_wait = others_follow and len(self._ended) < most <= len(self._queue)
+            if error is not None or not can_wait:
                 self._node.progress.post(self._advance)
 
         if self._outbox is None:
@@ -212,17 +213,16 @@ class PackedSource:
         with self._lock:
             ended, self._ended = self._ended, []
             self._under_way -= len(ended)
-        for message, error in ended:
+        for _, error in ended:
             if error is not None:
                 self._halt(error)
-            elif message is not None:
-                self._tell(message)
+        self._tell([placed for placed, _ in ended if placed is not None])
 
-    def _tell(self, message: ChunkMessage) -> None:
-        """Tell the peer of a chunk that has been written, or is on its way. Progress thread."""
-        if self._stopped is None:
-            self._lent.add(message.slot)
-            self._peer.session.send(message)
+    def _tell(self, placed: Sequence[Placed]) -> None:
+        """Tell the peer of chunks that have been written, or are on their way. Progress thread."""
+        if self._stopped is None and placed:
+            self._lent.update(one.slot for one in placed)
+            self._peer.session.send(Chunks(transfer=self._transfer, placed=tuple(placed)))
 
     def _through_outbox(
         self,
@@ -282,6 +282,7 @@ class PackedSource:
             threads=self._node.limits.copy_threads,
             check=self._node.check_finite,
             summed=self._offer.checksums,
+            past_caches=self._outbox is None,
             wire_on_gpu=on_gpu,
         )
         header = prepared.plan.header(index, chunk, made).encode()
@@ -334,27 +335,31 @@ class PackedSink:
         """Whether a chunk is being scattered out of the staging."""
         return self._scattering > 0
 
-    def take(self, message: ChunkMessage) -> None:
-        """A chunk lies in a slot: scatter it. Raises BackendError for one that cannot be."""
-        if not 0 <= message.slot < self._loan.slots or message.slot in self._filled:
-            raise BackendError(f"the peer filled staging slot {message.slot}, which is not its to fill")
-        chunk = self._expected.pop((message.stage, message.index), None)
+    def take(self, message: Chunks) -> None:
+        """Chunks lie in slots: scatter them. Raises BackendError for one that cannot be."""
+        for placed in message.placed:
+            self._take_in(placed)
+
+    def _take_in(self, placed: Placed) -> None:
+        if not 0 <= placed.slot < self._loan.slots or placed.slot in self._filled:
+            raise BackendError(f"the peer filled staging slot {placed.slot}, which is not its to fill")
+        chunk = self._expected.pop((placed.stage, placed.index), None)
         if chunk is None:
-            raise BackendError(f"the peer sent chunk {message.index} of stage {message.stage}, which is not awaited")
-        address = self._loan.address(message.slot)
-        arrival = self._peer.link.arrival(address, message.announced) if message.announced else None
+            raise BackendError(f"the peer sent chunk {placed.index} of stage {placed.stage}, which is not awaited")
+        address = self._loan.address(placed.slot)
+        arrival = self._peer.link.arrival(address, placed.announced) if placed.announced else None
         if not self._transfer.hold():
             return
-        self._filled.add(message.slot)
+        self._filled.add(placed.slot)
         with self._lock:
             self._scattering += 1
 
         def arrived(error: KvxferError | None) -> None:
             if error is not None:
-                self._scattered(message.slot, error)
+                self._scattered(placed.slot, error)
                 return
             with self._lock:
-                self._ready.append(functools.partial(self._scatter, message, chunk))
+                self._ready.append(functools.partial(self._scatter, placed, chunk))
             self._workers.wake()
 
         if arrival is None:
@@ -365,15 +370,15 @@ class PackedSink:
     def _take(self) -> Callable[[], None] | None:
         return self._ready.popleft() if self._ready else None
 
-    def _scatter(self, message: ChunkMessage, chunk: Chunk) -> None:
+    def _scatter(self, placed: Placed, chunk: Chunk) -> None:
         """Mover thread."""
         error = None
         try:
-            self._unpack(message, chunk, self._loan.address(message.slot))
+            self._unpack(placed, chunk, self._loan.address(placed.slot))
             self._transfer.advance(chunk.wire_bytes)
         except Exception as failure:  # whatever it is, the transfer must end
             error = as_kvxfer_error(failure)
-        self._scattered(message.slot, error)
+        self._scattered(placed.slot, error)
 
     def _scattered(self, slot: int, error: KvxferError | None) -> None:
         """A slot's chunk is in place, or never will be. Any thread."""
@@ -391,21 +396,21 @@ class PackedSink:
     def _give_credit(self) -> None:
         with self._lock:
             ended, self._ended = self._ended, []
-        for slot, error in ended:
-            self._filled.discard(slot)
-            if error is None:
-                self._peer.session.send(Credit(transfer=self._id, slot=slot))
+        self._filled.difference_update(slot for slot, _ in ended)
+        slots = tuple(slot for slot, error in ended if error is None)
+        if slots and self._expected:
+            self._peer.session.send(Credit(transfer=self._id, slots=slots))
         if not self._left and not self._completed:
             self._completed = True
             self._complete()
         self._dropped()
 
-    def _unpack(self, message: ChunkMessage, chunk: Chunk, address: int) -> None:
+    def _unpack(self, placed: Placed, chunk: Chunk, address: int) -> None:
         """A slot's chunk into the blocks, if its header is the one that this end expects. Mover thread."""
-        prepared, payload = self._stages[message.stage], address + HEADER_BYTES
+        prepared, payload = self._stages[placed.stage], address + HEADER_BYTES
         on_gpu = self._loan.ring.device != "cpu"
-        header = ChunkHeader.decode(message.header if on_gpu else ctypes.string_at(address, HEADER_BYTES))
-        expected = prepared.plan.header(message.index, chunk)
+        header = ChunkHeader.decode(placed.header if on_gpu else ctypes.string_at(address, HEADER_BYTES))
+        expected = prepared.plan.header(placed.index, chunk)
         header.check(None if on_gpu else _view(payload, chunk.wire_bytes), expected=expected)
         threads = self._node.limits.copy_threads
         prepared.unpack(chunk, payload, self._dst_bases, threads=threads, wire_on_gpu=on_gpu)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvxfer.control.messages import Chunk, Credit, Ended, Message, Pull, Refused, Stop
+from kvxfer.control.messages import Chunks, Credit, Ended, Message, Pull, Refused, Stop
 from kvxfer.errors import Cancelled, InvalidRequest, InvalidTicket, KvxferError, PeerGone, rebuild
 from kvxfer.formats import PackedJoin, join_packed
 from kvxfer.lease import Lease
@@ -98,7 +98,7 @@ class PullLeg:
 
     def handle(self, message: Message) -> None:
         try:
-            if isinstance(message, Chunk):
+            if isinstance(message, Chunks):
                 self._sink.take(message)
             elif isinstance(message, Ended):
                 self._writer_ended = True
@@ -166,7 +166,7 @@ class Serve:
     def handle(self, message: Message) -> None:
         try:
             if isinstance(message, Credit):
-                self._source.credit(message.slot)
+                self._source.credit(message.slots)
             elif isinstance(message, Stop):
                 self._source.stop(Cancelled("the fetching side stopped"))
         except KvxferError as error:

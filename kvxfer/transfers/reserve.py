@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvxfer.control.messages import Chunk, Claim, Ended, Grant, Message, PackedOffer, Received, Refused, Stop
+from kvxfer.control.messages import Chunks, Claim, Ended, Grant, Message, PackedOffer, Received, Refused, Stop
 from kvxfer.errors import InvalidRequest, InvalidTicket, KvxferError, PeerGone, rebuild
 from kvxfer.formats import join_packed
 from kvxfer.kernels import PreparedPackedPlan
@@ -146,7 +146,7 @@ class Receive:
     def handle(self, message: Message) -> None:
         """A message of the sender."""
         try:
-            if isinstance(message, Chunk) and self._sink is not None:
+            if isinstance(message, Chunks) and self._sink is not None:
                 self._sink.take(message)
             elif isinstance(message, Ended):
                 self._ended(message)

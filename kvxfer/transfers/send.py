@@ -244,7 +244,7 @@ class Send(Transfer):
             if isinstance(message, Grant):
                 self._write(message)
             elif isinstance(message, Credit) and self._source is not None:
-                self._source.credit(message.slot)
+                self._source.credit(message.slots)
             elif isinstance(message, Stop):
                 self.abort(Cancelled(f"{self._peer.identity.name} cancelled its reservation, or it ran out"))
             elif isinstance(message, Refused):

@@ -7,13 +7,14 @@ packed ahead: a shelf is a short cut, not a promise.
 
 Shelf memory of a lease: a header of HEADER_BYTES, then the packed bytes of the whole plan in packed order.
 
-Imports staging, moves, transfer, node, peers, formats.
+Imports staging, moves, workers, transfer, node, peers, formats.
 """
 
 from __future__ import annotations
 
 import collections
 import ctypes
+import functools
 import logging
 import threading
 import time
@@ -36,6 +37,7 @@ from kvxfer.ticket import Ticket
 from kvxfer.transfers.moves import InOrder
 from kvxfer.transfers.staging import SLOTS, Loan
 from kvxfer.transfers.transfer import Transfer
+from kvxfer.transfers.workers import ChunkWorkers
 
 if TYPE_CHECKING:
     from kvxfer.cache import Cache
@@ -111,6 +113,7 @@ class _Ahead:
                     address,
                     threads=self._node.limits.copy_threads,
                     check=self._node.check_finite,
+                    past_caches=True,
                 )
                 address += chunk.wire_bytes
             ctypes.memmove(start, _header(str(self._prepared.plan.wire)), HEADER_BYTES)
@@ -213,7 +216,8 @@ def _sizes(part: PlanPart | PackedPart, first: int) -> np.ndarray:
 class ShelfLeg:
     """One leg that reads packed bytes out of the publisher's shelf, through staging of this side, and scatters them.
 
-    `moved` is called once everything is in place; what goes wrong aborts the fetch. State: progress thread.
+    `moved` is called once everything is in place; what goes wrong aborts the fetch. Chunks are read and scattered on
+    mover threads, all of them if need be, since the publisher has nothing to do.
     """
 
     def __init__(
@@ -232,13 +236,16 @@ class ShelfLeg:
         self._queue = collections.deque(shelved.chunks)
         self._slot_bytes = max(chunk.wire_bytes for chunk, _ in shelved.chunks)
         self._reads = InOrder(node)
+        self._arrived: collections.deque[tuple[int, Chunk]] = collections.deque()  # read, to be scattered
         self._loan: Loan | None = None
         self._line: object = None
-        self._free: list[int] = []
-        self._busy = 0
+        self._free: list[int] = []  # the last one used comes first: it may still be in the worker's cache
+        self._busy = 0  # chunks that have left the queue and are not in place yet
+        self._lock = threading.Lock()  # of queue, slots and what has arrived
+        self._workers = ChunkWorkers(node.pool, self._take, most=node.limits.mover_threads)
 
     def start(self) -> None:
-        """Stand in line for staging. Raises BufferTooSmall."""
+        """Stand in line for staging. Progress thread. Raises BufferTooSmall."""
         self._line = self._node.ring("staging").borrow(
             self._slot_bytes,
             min(SLOTS, len(self._queue)),
@@ -246,8 +253,8 @@ class ShelfLeg:
         )
 
     def stop(self) -> None:
-        """The fetch was aborted: read nothing more. Staging goes back once what is under way has ended."""
-        self._queue.clear()
+        """The fetch was aborted: read nothing more. Staging goes back once what is under way has ended. Progress
+        thread."""
         if self._loan is None:
             self._node.ring("staging").forget(self._line)
         self._advance()
@@ -257,44 +264,61 @@ class ShelfLeg:
         self._advance()
 
     def _advance(self) -> None:
+        """Progress thread."""
         if self._loan is None:
             return
-        if self._fetch.stopping or self._fetch.done():
-            self._queue.clear()
-        while self._queue and self._free:
-            self._busy += 1
-            slot, (chunk, remote) = self._free.pop(), self._queue.popleft()
-            self._node.pool.submit(lambda slot=slot, chunk=chunk, remote=remote: self._read(slot, chunk, remote))
-        if not self._busy and not self._queue:
+        self._workers.wake()
+        with self._lock:
+            ended = not self._busy and (not self._queue or self._stopping)
+        if ended:
             loan, self._loan = self._loan, None
+            self._queue.clear()
             loan.give_back()
             if not self._fetch.stopping:
                 self._moved()
 
+    @property
+    def _stopping(self) -> bool:
+        return self._fetch.stopping or self._fetch.done()
+
+    def _take(self) -> Callable[[], None] | None:
+        """The reading of the next chunk into a free slot, or the scattering of one that has arrived. Any thread."""
+        with self._lock:
+            if self._queue and self._free and not self._stopping:
+                self._busy += 1
+                return functools.partial(self._read, self._free.pop(), *self._queue.popleft())
+            if self._arrived:
+                return functools.partial(self._scatter, *self._arrived.popleft())
+        return None
+
     def _read(self, slot: int, chunk: Chunk, remote: int) -> None:
         """Mover thread."""
-        address = self._loan.address(slot)
         try:
-            operation = self._link.post(Direction.READ, np.array([[address, remote, chunk.wire_bytes]], np.uint64))
+            run = np.array([[self._loan.address(slot), remote, chunk.wire_bytes]], np.uint64)
+            operation = self._link.post(Direction.READ, run)
             if not operation.poll():
-                self._reads.add(operation, lambda error: self._arrived(slot, chunk, address, error))
+                self._reads.add(operation, lambda error: self._has_arrived(slot, chunk, error))
                 return
         except KvxferError as error:
             self._ended(slot, error)
             return
-        self._scatter(slot, chunk, address)
+        self._scatter(slot, chunk)
 
-    def _arrived(self, slot: int, chunk: Chunk, address: int, error: KvxferError | None) -> None:
+    def _has_arrived(self, slot: int, chunk: Chunk, error: KvxferError | None) -> None:
+        """Progress thread."""
         if error is not None:
             self._ended(slot, error)
-        else:
-            self._node.pool.submit(lambda: self._scatter(slot, chunk, address))
+            return
+        with self._lock:
+            self._arrived.append((slot, chunk))
+        self._workers.wake()
 
-    def _scatter(self, slot: int, chunk: Chunk, address: int) -> None:
+    def _scatter(self, slot: int, chunk: Chunk) -> None:
         """Mover thread."""
         error = None
         if self._fetch.hold():
             try:
+                address = self._loan.address(slot)
                 self._prepared.unpack(chunk, address, self._dst_bases, threads=self._node.limits.copy_threads)
                 self._fetch.advance(chunk.wire_bytes)
             except Exception as failure:  # whatever it is, the fetch must end
@@ -304,15 +328,15 @@ class ShelfLeg:
         self._ended(slot, error)
 
     def _ended(self, slot: int, error: KvxferError | None) -> None:
+        """A slot's chunk is in place, or never will be. Any thread."""
         if error is not None:
             self._fetch.abort(error)
-
-        def free() -> None:
-            self._busy -= 1
+        with self._lock:
             self._free.append(slot)
-            self._advance()
-
-        self._node.progress.post(free)
+            self._busy -= 1
+            last = not self._busy and (not self._queue or self._stopping)
+        if last:
+            self._node.progress.post(self._advance)
 
 
 def unpack_mapped(

@@ -34,8 +34,8 @@ _OFFER = m.PackedOffer(
     staging=_REGION, offset=4096, slot_bytes=1024, slots=3, wire="raw", checksums=False, headers_apart=False
 )
 MESSAGES = {
-    "hello": m.Hello(protocol=3, nonce=bytes(16), identity=_IDENTITY),
-    "welcome": m.Welcome(protocol=3, nonce=bytes(16), session=bytes(range(16)), identity=_IDENTITY),
+    "hello": m.Hello(protocol=4, nonce=bytes(16), identity=_IDENTITY),
+    "welcome": m.Welcome(protocol=4, nonce=bytes(16), session=bytes(range(16)), identity=_IDENTITY),
     "description": m.Description(
         backends={"shm": b"\x07"},
         lease_table=_REGION,
@@ -75,8 +75,8 @@ MESSAGES = {
         allow_missing=False,
     ),
     "grant": m.Grant(transfer=9, offer=_OFFER),
-    "chunk": m.Chunk(transfer=9, stage=0, index=2, slot=1, header=b"\x05", announced=4),
-    "credit": m.Credit(transfer=9, slot=1),
+    "chunks": m.Chunks(transfer=9, placed=(m.Placed(0, 2, 1, b"\x05", 4), m.Placed(0, 3, 0, b"", 0))),
+    "credit": m.Credit(transfer=9, slots=(1, 0)),
     "stop": m.Stop(transfer=9),
     "ended": m.Ended(transfer=9, error="Cancelled", reason="why"),
     "received": m.Received(transfer=9),

@@ -30,12 +30,13 @@ def layout_of(block_bytes: int, stride: int, offset: int, num_blocks: int) -> Ca
     )
 
 
+@pytest.mark.parametrize("past_caches", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(
     ("block_bytes", "gap", "offset", "shift"),
     [(1024, 0, 0, 0), (1008, 16, 0, 0), (4096, 0, 0, 16), (4096, 112, 48, 1), (65536, 16, 16, 63), (1040, 8, 3, 5)],
 )
-def test_large_calls_move_the_same_bytes(block_bytes, gap, offset, shift, threads):
+def test_large_calls_move_the_same_bytes(block_bytes, gap, offset, shift, threads, past_caches):
     count, stride = TOTAL // block_bytes, block_bytes + gap
     layout = layout_of(block_bytes, stride, offset, count)
     rng = np.random.default_rng(block_bytes + shift)
@@ -51,6 +52,6 @@ def test_large_calls_move_the_same_bytes(block_bytes, gap, offset, shift, thread
     packed, copied = guarded.copy(), guarded
     prepared.copy(whole, src_bases, dst_bases, threads=threads)
     wire = np.zeros(plan.wire_bytes + 1, np.uint8)
-    prepared.gather(whole, src_bases, wire.ctypes.data + 1, threads=threads)
+    prepared.gather(whole, src_bases, wire.ctypes.data + 1, threads=threads, past_caches=past_caches)
     prepared.scatter(whole, wire.ctypes.data + 1, bases([packed.ctypes.data + 64 - shift]), threads=threads)
     assert np.array_equal(copied, expected) and np.array_equal(packed, expected)
