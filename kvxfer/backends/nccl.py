@@ -204,9 +204,9 @@ class NcclBackend(Backend):
         for link in links:
             link.hang_up(PeerGone("this side closed"))
         until = time.monotonic() + _CLOSE_S
-        while not all(link.is_at_rest for link in links) and time.monotonic() < until:
+        while not all(link.has_let_go for link in links) and time.monotonic() < until:
             time.sleep(0.001)
-        if not all(link.is_at_rest for link in links):
+        if not all(link.has_let_go for link in links):
             _unsettled.extend(self._windows)
         for link in links:
             link.close()

@@ -201,14 +201,20 @@ class NcclLink(Link):
         """Whether nothing that NCCL was asked for over this link is at work."""
         return all(channel.is_at_rest for channel in self._channels)
 
+    @property
+    def has_let_go(self) -> bool:
+        """Whether, of a link that was hung up, NCCL has nothing to do with memory of this side any more."""
+        return all(channel.has_let_go for channel in self._channels)
+
     def alive(self) -> bool | None:
         if self._host is not None:
             return self._host.alive()
         if self._process.has_ended():
             return False
         # What this side receives comes only while it takes part; what is put into a window comes whenever it does.
-        has_window = self._taker is not None and self._taker.has_window
-        return False if self.lost and self.is_at_rest and not has_window else None
+        taker = self._taker
+        comes = taker is not None and (taker.has_window or taker.state is not State.FAILED or not taker.is_at_rest)
+        return False if self.lost and not comes else None
 
     def hang_up(self, reason: KvxferError) -> None:
         with self._lock:
