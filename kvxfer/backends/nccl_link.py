@@ -180,6 +180,7 @@ class NcclLink(Link):
             found = self._writer if kind is Writer else self._taker
             if found is None:
                 found = kind(self._backend.site(self._line))
+                self._backend.channels.add(found)
                 if kind is Writer:
                     self._writer = found
                 else:
@@ -200,11 +201,6 @@ class NcclLink(Link):
     def is_at_rest(self) -> bool:
         """Whether nothing that NCCL was asked for over this link is at work."""
         return all(channel.is_at_rest for channel in self._channels)
-
-    @property
-    def has_let_go(self) -> bool:
-        """Whether, of a link that was hung up, NCCL has nothing to do with memory of this side any more."""
-        return all(channel.has_let_go for channel in self._channels)
 
     def alive(self) -> bool | None:
         if self._host is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import numpy as np
@@ -54,7 +55,9 @@ def test_a_peer_may_write_as_long_as_this_side_can_take(here):
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_memory_that_nccl_may_still_use_is_never_freed(here, hangs, monkeypatch):
+@pytest.mark.parametrize("kept", [False, True])
+def test_memory_that_nccl_may_still_use_is_never_freed(here, hangs, kept, monkeypatch):
+    """Whether or not the link is still there when the backend is closed."""
     monkeypatch.setattr(nccl, "_CLOSE_S", 0.3 if hangs else LONG_S)
     monkeypatch.setattr(nccl, "_unsettled", [])
     go_on = threading.Event()
@@ -62,6 +65,11 @@ def test_memory_that_nccl_may_still_use_is_never_freed(here, hangs, monkeypatch)
     until(lambda: here.link._writer._comm is not None, LONG_S)
     if hangs:
         here.backend.libnccl._nccl.comm_abort = lambda comm: (go_on.wait(LONG_S), comm.abort())
+    if not kept:
+        here.link.hang_up(PeerGone("over"))
+        here.link = None
+        gc.collect()
+        assert not here.backend._links
     windows = list(here.backend._windows)
     here.backend.close()
     assert nccl._unsettled == windows * hangs
