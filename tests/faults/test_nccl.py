@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 from nccl_fake import OPTIONS, FakeNcclBackend
-from processes import SECRET, SIZES, Process, Side, make_layout, until
+from processes import SECRET, Process, Side, make_layout, until
 from tap import Tap, mangler
 
 import kvxfer
@@ -26,8 +26,9 @@ from kvxfer.backends.base import Direction
 from kvxfer.backends.nccl_messages import Put, Read, encode
 from kvxfer.errors import BackendError, BufferTooSmall, InvalidRequest, KvxferError, MissingExtra, NoCommonBackend
 
-QUICK = {"heartbeat_s": 0.3, "peer_timeout_s": 3.0, "dial_timeout_s": 5.0}
-MANY = list(range(SIZES["large"]["num_blocks"]))
+QUICK = {"heartbeat_s": 0.3, "peer_timeout_s": 3.0, "dial_timeout_s": 5.0, "chunk_bytes": 1 << 20}
+LARGE = {"size": "large", "layout": {"num_blocks": 256}}  # 32 MiB
+MANY = list(range(256))
 ENDS = ("PeerGone", "DeadlineExceeded")
 SLOW = {"seconds_per_chunk": 0.15}  # so that a transfer of MANY, of 33 chunks, takes five seconds
 STUCK = {"most_chunks": 4}  # so that one never ends
@@ -67,8 +68,8 @@ def under_way(decode: Process | Side, key: int) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stage", ["handshake", "published", "moving"])
 def test_a_prefill_that_is_killed_ends_the_fetch_and_another_serves_the_next(start, stage, mode):
-    prefill = start("prefill", fill=1, size="large", **options(MODES[mode] | STUCK))
-    decode = start("decode", size="large", **options(MODES[mode]))
+    prefill = start("prefill", fill=1, **options(MODES[mode] | STUCK, **LARGE))
+    decode = start("decode", **options(MODES[mode], **LARGE))
     if stage != "handshake":
         assert decode.fetch_now(prefill.publish([0])) == "packed"
     ticket = prefill.publish(MANY)
@@ -82,15 +83,15 @@ def test_a_prefill_that_is_killed_ends_the_fetch_and_another_serves_the_next(sta
     assert decode.outcome(key) in ENDS
     until(lambda: decode.communicators() == 0, 10, "the communicator being aborted")
     rest(decode)
-    other = start("other", fill=2, size="large", **options(MODES[mode]))
+    other = start("other", fill=2, **options(MODES[mode], **LARGE))
     assert decode.fetch_now(other.publish([1, 2]), [3, 4]) == "packed"
     assert decode.blocks([3, 4]) == other.blocks([1, 2])
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_decode_that_is_killed_leaves_the_lease_to_run_out_and_others_go_on(start, mode):
-    prefill = start("prefill", fill=1, size="large", **options(MODES[mode] | STUCK))
-    decode, other = [start(name, size="large", **options(MODES[mode])) for name in ("decode", "other")]
+    prefill = start("prefill", fill=1, **options(MODES[mode] | STUCK, **LARGE))
+    decode, other = [start(name, **options(MODES[mode], **LARGE)) for name in ("decode", "other")]
     for side in (decode, other):
         assert side.fetch_now(prefill.publish([0])) == "packed"
     ticket = prefill.publish(MANY, ttl_s=2.0)
@@ -150,8 +151,8 @@ def test_a_prefill_that_restarts_at_its_address_is_another_generation(start):
 
 
 def test_a_slow_prefill_slows_no_fetch_from_another(start):
-    slow = start("slow", fill=1, size="large", **options({"seconds_per_chunk": 0.3}))  # ten seconds in all
-    quick, decode = start("quick", fill=2, size="large", **options()), start("decode", size="large", **options())
+    slow = start("slow", fill=1, **options({"seconds_per_chunk": 0.3}, **LARGE))  # ten seconds in all
+    quick, decode = start("quick", fill=2, **options(**LARGE)), start("decode", **options(**LARGE))
     for prefill in (slow, quick):
         assert decode.fetch_now(prefill.publish([0])) == "packed"
     key = decode.fetch(slow.publish(MANY[8:]), MANY[8:])
@@ -168,8 +169,8 @@ def test_a_slow_prefill_slows_no_fetch_from_another(start):
 
 
 def test_a_cancelled_transfer_in_mid_chunk_leaves_the_channel_in_step(start):
-    prefill = start("prefill", fill=1, size="large", **options(SLOW))
-    decode = start("decode", size="large", **options())
+    prefill = start("prefill", fill=1, **options(SLOW, **LARGE))
+    decode = start("decode", **options(**LARGE))
     assert decode.fetch_now(prefill.publish([0])) == "packed"
     for round_ in range(3):
         key = decode.fetch(prefill.publish(MANY), MANY)
@@ -185,8 +186,8 @@ def test_a_cancelled_transfer_in_mid_chunk_leaves_the_channel_in_step(start):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_both_directions_at_once(start, mode):
-    sides = [start(name, fill=fill, size="large", **options(MODES[mode])) for name, fill in (("a", 1), ("b", 2))]
-    ours, theirs = MANY[:256], MANY[256:512]
+    sides = [start(name, fill=fill, **options(MODES[mode], **LARGE)) for name, fill in (("a", 1), ("b", 2))]
+    ours, theirs = MANY[:128], MANY[128:]
     sent = [side.blocks(ours) for side in sides]
     tickets = [side.publish(ours) for side in sides]
     for side, ticket in zip(sides, reversed(tickets), strict=True):
@@ -430,8 +431,8 @@ def test_a_cache_in_host_memory_is_refused():
 
 
 def test_side_is_closed_while_chunks_cross(start, here):
-    prefill = start("prefill", fill=1, size="large", **options(SLOW))
-    decode: Side = here("decode", backends=["fake_nccl"], shared=False, size="large", limits=QUICK)
+    prefill = start("prefill", fill=1, **options(SLOW, **LARGE))
+    decode: Side = here("decode", backends=["fake_nccl"], shared=False, limits=QUICK, **LARGE)
     key = decode.fetch(prefill.publish(MANY), MANY)
     under_way(decode, key)
     decode.close()
