@@ -363,7 +363,7 @@ def test_memory_is_nccls_until_its_abort_is_over():
 def test_many_threads_look_while_chunks_cross_and_an_end_fails(one_sided):
     """A fake communicator complains of two threads at once."""
     dice = random.Random(5)
-    for _ in range(10):
+    for _ in range(5):
         two = Two(here={"one_sided": one_sided, "seconds_per_chunk": 0.002}, there={"one_sided": one_sided})
         crossings, over, unexpected = [], threading.Event(), []
 
