@@ -515,10 +515,11 @@ class Node:
         elif isinstance(message, Refused) and message.transfer == NO_TRANSFER:
             self.directory.refused(session, message)
         else:
-            _converse(peer, message)
             if isinstance(message, Refused) and message.error == PeerGone.__name__:
                 # The other end has given the session up and this one has not heard; what it refuses keeps it alive.
+                # Before the transfer ends by it: who sees that may try again at once.
                 self.channel.lose(session, PeerGone(message.reason))
+            _converse(peer, message)
 
     def _wind_up(self, session: Session, message: Message) -> None:
         """A peer that was silent for too long goes on: only the end of what was under way is of interest."""

@@ -170,7 +170,7 @@ class FakeComm:
         self.aborted = threading.Event()
         self._changed = threading.Condition()
         self._sock: socket.socket | None = None
-        self._tokens = self.signals = self.waited_signals = 0
+        self._tokens = self.signals = self.waited_signals = self._chunks = 0
         self._inbox: list[bytes] = []
         self.window: tuple[int, int] | None = None
         self._peer_has_window = self._first_call_made = self._peer_called = False
@@ -284,9 +284,15 @@ class FakeComm:
     def do_send(self, address: int, nbytes: int) -> None:
         if self.wait_for(lambda: self._tokens > 0):
             self._tokens -= 1
-            time.sleep(self._fake.options["seconds_per_chunk"])
-            if not self.aborted.is_set():
+            if self._may_leave():
                 self.say(b"S", 0, ctypes.string_at(address, nbytes))
+
+    def _may_leave(self) -> bool:
+        """Takes a chunk's time, and stands still after the last; False once aborted."""
+        self._chunks += 1
+        time.sleep(self._fake.options["seconds_per_chunk"])
+        most = self._fake.options["most_chunks"]
+        return self.wait_for(lambda: most is None or self._chunks <= most) and not self.aborted.is_set()
 
     def do_receive(self, address: int, nbytes: int) -> None:
         self.say(b"R")
@@ -297,7 +303,7 @@ class FakeComm:
             ctypes.memmove(address, data, min(nbytes, len(data)))
 
     def do_put(self, address: int, nbytes: int, offset: int) -> None:
-        if not self.aborted.is_set():
+        if self._may_leave():
             self.say(b"P", offset, ctypes.string_at(address, nbytes))
 
     def do_wait_signal(self) -> None:
@@ -451,6 +457,7 @@ _DEFAULTS = {
     "fail_window": False,
     "null_window": False,
     "seconds_per_chunk": 0.0,
+    "most_chunks": None,  # that leave over one communicator: then it stands still
     "devices": 1,
     "gpu": "",
 }

@@ -200,6 +200,10 @@ class Side:
     def state(self, key: int) -> str:
         return self.transfers[key].state.value
 
+    def progress(self, key: int) -> float:
+        """Share of a transfer's bytes that are in place."""
+        return self.transfers[key].progress
+
     def cancel(self, key: int) -> None:
         self.transfers[key].cancel()
 

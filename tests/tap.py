@@ -51,18 +51,18 @@ class Tap:
         self._context.term()
 
 
-def mangler(seed: int) -> Callable[[bytes], list[bytes]]:
-    """For `Tap.mangle`: loses a tenth of the messages, doubles a tenth, and lets a tenth come behind the next one."""
+def mangler(seed: int, share: float = 0.1) -> Callable[[bytes], list[bytes]]:
+    """For `Tap.mangle`: loses a share of the messages, doubles as many, and lets as many come behind the next one."""
     dice, late = random.Random(seed), []
 
     def mangle(data: bytes) -> list[bytes]:
         frames, fate = [data, *late], dice.random()
         late.clear()
-        if fate < 0.1:
+        if fate < share:
             return frames[1:]
-        if fate < 0.2:
+        if fate < 2 * share:
             return [data, *frames]
-        if fate < 0.3:
+        if fate < 3 * share:
             late.append(data)
             return frames[1:]
         return frames

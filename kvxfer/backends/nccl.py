@@ -26,7 +26,7 @@ import msgspec
 
 from kvxfer import _native, checks
 from kvxfer.backends.base import Backend, Capabilities, ControlLine, Link, Registration
-from kvxfer.backends.nccl_channel import Settings, Site
+from kvxfer.backends.nccl_channel import Channel, Settings, Site
 from kvxfer.backends.nccl_library import Gpus, Library, WindowMemory
 from kvxfer.backends.nccl_link import GPU, HOST, PIECE_BYTES, Handle, Hello, NcclLink, decode_struct
 from kvxfer.backends.nccl_messages import encode
@@ -84,6 +84,7 @@ class NcclBackend(Backend):
         self._allocated: dict[int, int] = {}  # of host memory, by address: bytes
         self._pinned: dict[int, Any] = {}
         self._links: weakref.WeakSet[NcclLink] = weakref.WeakSet()
+        self.channels: weakref.WeakSet[Channel] = weakref.WeakSet()  # of all links, and of those that are gone
         self._lock = threading.Lock()
 
     def _doors(self) -> tuple[Library, Gpus]:
@@ -203,10 +204,10 @@ class NcclBackend(Backend):
         links = list(self._links)
         for link in links:
             link.hang_up(PeerGone("this side closed"))
-        until = time.monotonic() + _CLOSE_S
-        while not all(link.is_at_rest for link in links) and time.monotonic() < until:
+        channels, until = list(self.channels), time.monotonic() + _CLOSE_S
+        while not all(channel.has_let_go for channel in channels) and time.monotonic() < until:
             time.sleep(0.001)
-        if not all(link.is_at_rest for link in links):
+        if not all(channel.has_let_go for channel in channels):
             _unsettled.extend(self._windows)
         for link in links:
             link.close()

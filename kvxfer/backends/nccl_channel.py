@@ -101,6 +101,8 @@ class Channel(abc.ABC):
         self.error: KvxferError | None = None
         self.one_sided = False
         self._comm: Communicator | None = None
+        self._aborting = 0  # communicators that NCCL is taking apart
+        self._window: tuple[int, int] | None = None  # address and bytes of this side's part, where one is tried
         self._stream: Stream | None = None
         self._free_events: list[Event] = []
         self._due = 0.0
@@ -139,6 +141,12 @@ class Channel(abc.ABC):
             if self.state is State.FAILED:
                 return self._stream is None or (self._behind is not None and self._behind.done())
             return not self._issued
+
+    @property
+    def has_let_go(self) -> bool:
+        """Whether NCCL has nothing to do with memory of this side any more."""
+        with self._lock:
+            return self.is_at_rest and self._comm is None and not self._aborting
 
     def fail(self, error: KvxferError, *, tell: bool = True) -> None:
         """Give the channel up, for good; idempotent. `tell` the peer, whose end then does the same."""
@@ -182,30 +190,38 @@ class Channel(abc.ABC):
                 if wanted:
                     self._comm = made
             if not wanted:
-                _abort(made)
+                _try_to_abort(made)
 
         _aside(joining)
 
     def _abort(self, then: Callable[[], None] = lambda: None) -> None:
         comm, self._comm = self._comm, None
+        if comm is None:
+            then()
+            return
+        self._aborting += 1
 
         def aborting() -> None:
             self._site.gpus.make_current(self._site.ordinal)
-            _abort(comm)
+            if _try_to_abort(comm):
+                with self._lock:
+                    self._aborting -= 1
             then()
 
-        if comm is not None:
-            _aside(aborting)
-        else:
-            then()
+        _aside(aborting)
 
     def _mark_end(self) -> None:
         """Nothing more comes onto the stream: what kernels still do is over when it has passed this."""
         with self._lock:
-            if self._stream is not None:
+            if self._stream is None:
+                return
+            try:
                 behind = self._site.gpus.event(self._site.ordinal)
                 behind.record(self._stream.address)
-                self._behind = behind
+            except BackendError as error:  # of the device: whether its kernels have ended will not be known
+                _log.warning("the end of an NCCL channel's stream cannot be marked: %s", error)
+                return
+            self._behind = behind
 
     def _to(self, state: State) -> None:
         assert state in TRANSITIONS[self.state], (self.state, state)
@@ -275,6 +291,26 @@ class Channel(abc.ABC):
         if self.state in (State.OPEN, State.CLOSED):
             self._due = time.monotonic() + self._site.settings.stall_timeout_s
 
+    def _make_window(self) -> None:
+        """Begin to make a window of `_window` and of the other end's part."""
+        self._to(State.WINDOW)
+        self._due = time.monotonic() + self._site.settings.open_timeout_s
+        try:
+            self._comm.register_window(*self._window)
+        except BackendError as error:
+            self._without_window(str(error))
+
+    def _look_at_window(self) -> None:
+        try:
+            if self._comm.ready():
+                if not self._comm.has_window:
+                    raise BackendError("NCCL has made no window of this memory")
+                self._window_made()
+            if self.state is State.WINDOW and time.monotonic() > self._due:
+                raise BackendError(f"no window within {self._site.settings.open_timeout_s:g} s")
+        except BackendError as error:
+            self._without_window(str(error))
+
     def _opened(self, *, one_sided: bool, why_not: str) -> None:
         self._to(State.OPEN)
         self.one_sided = one_sided
@@ -287,8 +323,12 @@ class Channel(abc.ABC):
         """The communicator is there."""
 
     @abc.abstractmethod
-    def _look_at_window(self) -> None:
-        """Whether the window is."""
+    def _window_made(self) -> None:
+        """This end has the window; called until the channel is open."""
+
+    @abc.abstractmethod
+    def _without_window(self, why: str) -> None:
+        """There will be none, and nothing can be said of the state of the communicator."""
 
     @abc.abstractmethod
     def _may_go(self, crossing: Crossing) -> bool:
@@ -308,8 +348,10 @@ def _aside(call: Callable[[], None]) -> None:
     threading.Thread(target=call, name="kvxfer-nccl", daemon=True).start()
 
 
-def _abort(comm: Communicator) -> None:
+def _try_to_abort(comm: Communicator) -> bool:
     try:
         comm.abort()
     except BackendError as error:
         _log.warning("aborting an NCCL communicator: %s", error)
+        return False
+    return True

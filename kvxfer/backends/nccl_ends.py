@@ -30,9 +30,8 @@ class Writer(Channel):
     def __init__(self, site: Site) -> None:
         super().__init__(site)
         self._numbers = itertools.count()
-        self._window: tuple[int, int] | None = None  # this side's part
         self._accepted: Accept | None = None
-        self._peers_window: Window | None = None
+        self._peer_has_window = False
         self._why_not = ""
 
     def put(self, local: int, remote: int, nbytes: int) -> Crossing:
@@ -55,17 +54,24 @@ class Writer(Channel):
             if self.state is State.FAILED:
                 return
             if isinstance(said, Taken):
-                crossing = self._crossings.get(said.number)
-                if crossing is None or not crossing.issued:
-                    raise BackendError(f"the peer has taken chunk {said.number}, which was not sent")
-                crossing.taken = True
-                if crossing.passed:
-                    self._end(crossing)
+                self._taken(said.number)
             elif said.generation == self.generation:
                 if isinstance(said, Accept):
                     self._accepted = said
-                else:
-                    self._peers_window = said
+                elif not said.why_not:
+                    self._peer_has_window = True
+                elif self._window is not None and self.state in (State.JOINING, State.WINDOW):
+                    self._without_window(f"the peer: {said.why_not}")
+
+    def _taken(self, number: int) -> None:
+        """A chunk is in place, and with it all before: chunks are taken in order, and a word may be lost."""
+        last = self._crossings.get(number)
+        if last is None or not last.issued:
+            raise BackendError(f"the peer has taken chunk {number}, which was not sent")
+        for crossing in [crossing for crossing in self._crossings.values() if crossing.number <= number]:
+            crossing.taken = True
+            if crossing.passed:
+                self._end(crossing)
 
     def _window_to_try(self, local: int) -> tuple[tuple[int, int] | None, str]:
         if not self._site.settings.one_sided:
@@ -77,7 +83,7 @@ class Writer(Channel):
 
     def _open(self, remote: int) -> None:
         generation, window = self.generation + 1, self._window
-        self._accepted = self._peers_window = None
+        self._accepted, self._peer_has_window = None, False
 
         def unique_id() -> bytes:
             made = self._site.libnccl.unique_id()
@@ -94,32 +100,14 @@ class Writer(Channel):
         elif self._accepted is not None and not self._accepted.window_bytes:
             self._opened(one_sided=False, why_not="the peer has no memory for a window")
         elif self._accepted is not None and self._site.may_call():
-            self._to(State.WINDOW)
-            self._due = time.monotonic() + self._site.settings.open_timeout_s
-            self._registering(self._window[0], min(self._window[1], self._accepted.window_bytes))
+            address, nbytes = self._window
+            self._window = address, min(nbytes, self._accepted.window_bytes)
+            self._make_window()
         elif self._accepted is None and time.monotonic() > self._due:
             raise DeadlineExceeded("the peer did not say whether it has a window")
 
-    def _registering(self, address: int, nbytes: int) -> None:
-        self._window = address, nbytes
-        try:
-            self._comm.register_window(address, nbytes)
-        except BackendError as error:
-            self._without_window(str(error))
-
-    def _look_at_window(self) -> None:
-        try:
-            ready = self._comm.ready()
-            if ready and not self._comm.has_window:
-                raise BackendError("NCCL has made no window of this memory")
-            if self._peers_window is not None and self._peers_window.why_not:
-                raise BackendError(f"the peer: {self._peers_window.why_not}")
-            if time.monotonic() > self._due:
-                raise BackendError(f"no window within {self._site.settings.open_timeout_s:g} s")
-        except BackendError as error:
-            self._without_window(str(error))
-            return
-        if ready and self._peers_window is not None:
+    def _window_made(self) -> None:
+        if self._peer_has_window:
             self._opened(one_sided=True, why_not="")
 
     def _without_window(self, why: str) -> None:
@@ -161,12 +149,8 @@ class Taker(Channel):
     def __init__(self, site: Site) -> None:
         super().__init__(site)
         self._next = 0
-        self._window: tuple[int, int] | None = None
-
-    @property
-    def has_window(self) -> bool:
-        """Whether the writer may put into memory of this side."""
-        return self._window is not None
+        self.has_window = False
+        """Whether the writer may put into memory of this side, be it that the channel has failed since."""
 
     def announce(self, said: Put) -> Crossing:
         """A chunk will come. The caller has checked where to. Raises BackendError."""
@@ -198,7 +182,7 @@ class Taker(Channel):
         if self.state is State.FAILED:
             return
         self._abort()
-        self.one_sided = False
+        self.one_sided = self.has_window = False  # nothing was put: it opens anew only where it cannot
         memory = self._site.window_memory(said.address) if said.window_bytes and self._site.settings.one_sided else None
         nbytes = min(memory[1], said.window_bytes) if memory else 0
         self._window = (memory[0], nbytes) if memory else None
@@ -211,26 +195,12 @@ class Taker(Channel):
         if self._window is None:
             self._opened(one_sided=False, why_not="no window was asked for, or there is no memory for it")
         elif self._site.may_call():
-            self._to(State.WINDOW)
-            self._due = time.monotonic() + self._site.settings.open_timeout_s
-            try:
-                self._comm.register_window(*self._window)
-            except BackendError as error:
-                self._without_window(str(error))
+            self._make_window()
 
-    def _look_at_window(self) -> None:
-        try:
-            ready = self._comm.ready()
-            if ready and not self._comm.has_window:
-                raise BackendError("NCCL has made no window of this memory")
-            if time.monotonic() > self._due:
-                raise BackendError(f"no window within {self._site.settings.open_timeout_s:g} s")
-        except BackendError as error:
-            self._without_window(str(error))
-            return
-        if ready:
-            self._site.say(Window(generation=self.generation, why_not=""))
-            self._opened(one_sided=True, why_not="")
+    def _window_made(self) -> None:
+        self.has_window = True
+        self._site.say(Window(generation=self.generation, why_not=""))
+        self._opened(one_sided=True, why_not="")
 
     def _without_window(self, why: str) -> None:
         """Say so, and wait for the writer to open anew."""

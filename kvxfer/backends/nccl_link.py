@@ -180,6 +180,7 @@ class NcclLink(Link):
             found = self._writer if kind is Writer else self._taker
             if found is None:
                 found = kind(self._backend.site(self._line))
+                self._backend.channels.add(found)
                 if kind is Writer:
                     self._writer = found
                 else:
@@ -207,8 +208,9 @@ class NcclLink(Link):
         if self._process.has_ended():
             return False
         # What this side receives comes only while it takes part; what is put into a window comes whenever it does.
-        has_window = self._taker is not None and self._taker.has_window
-        return False if self.lost and self.is_at_rest and not has_window else None
+        taker = self._taker
+        comes = taker is not None and (taker.has_window or taker.state is not State.FAILED or not taker.is_at_rest)
+        return False if self.lost and not comes else None
 
     def hang_up(self, reason: KvxferError) -> None:
         with self._lock:

@@ -62,7 +62,7 @@ class Go(_Said, tag="go"):
 
 
 class Taken(_Said, tag="taken"):
-    """Taker: chunk `number` is in place."""
+    """Taker: chunk `number` is in place, and with it all before."""
 
     number: int
 

@@ -12,13 +12,12 @@ import random
 import socket
 import subprocess
 import sys
-import time
 
 import msgspec
 import numpy as np
 import pytest
 from nccl_fake import OPTIONS, FakeNcclBackend
-from processes import SECRET, SIZES, Process, Side, make_layout, until
+from processes import SECRET, Process, Side, make_layout, until
 from tap import Tap, mangler
 
 import kvxfer
@@ -27,13 +26,15 @@ from kvxfer.backends.base import Direction
 from kvxfer.backends.nccl_messages import Put, Read, encode
 from kvxfer.errors import BackendError, BufferTooSmall, InvalidRequest, KvxferError, MissingExtra, NoCommonBackend
 
-QUICK = {"heartbeat_s": 0.3, "peer_timeout_s": 3.0, "dial_timeout_s": 5.0}
-MANY = list(range(SIZES["large"]["num_blocks"]))
+QUICK = {"heartbeat_s": 0.3, "peer_timeout_s": 3.0, "dial_timeout_s": 5.0, "chunk_bytes": 1 << 20}
+LARGE = {"size": "large", "layout": {"num_blocks": 256}}  # 32 MiB
+MANY = list(range(256))
 ENDS = ("PeerGone", "DeadlineExceeded")
-SLOW = {"seconds_per_chunk": 0.1}
+SLOW = {"seconds_per_chunk": 0.15}  # so that a transfer of MANY, of 33 chunks, takes five seconds
+STUCK = {"most_chunks": 4}  # so that one never ends
 MODES = {"sent": {"one_sided": False}, "put": {"one_sided": True}}
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.slow]  # the fake races with the kills: not sure enough for CI yet
+pytestmark = pytest.mark.timeout(90)
 
 
 def options(fake: dict | None = None, **more: object) -> dict:
@@ -55,11 +56,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def under_way(decode: Process, key: int) -> None:
+def under_way(decode: Process | Side, key: int) -> None:
     """Wait until chunks of a fetch cross."""
-    until(lambda: decode.state(key) != "posted", 10)
-    until(lambda: decode.communicators() > 0, 10)
-    time.sleep(0.2)
+    until(lambda: decode.progress(key) > 0, what="the first chunk")
+    assert decode.state(key) == "moving"
 
 
 # --- peers that die, stop, restart, or are slow ---------------------------------------------------------------
@@ -68,31 +68,30 @@ def under_way(decode: Process, key: int) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stage", ["handshake", "published", "moving"])
 def test_a_prefill_that_is_killed_ends_the_fetch_and_another_serves_the_next(start, stage, mode):
-    fake = MODES[mode] | SLOW
-    prefill = start("prefill", fill=1, size="large", **options(fake))
-    decode = start("decode", size="large", **options(MODES[mode]))
+    prefill = start("prefill", fill=1, **options(MODES[mode] | STUCK, **LARGE))
+    decode = start("decode", **options(MODES[mode], **LARGE))
     if stage != "handshake":
         assert decode.fetch_now(prefill.publish([0])) == "packed"
     ticket = prefill.publish(MANY)
     if stage == "moving":
-        key = decode.fetch(ticket, MANY, timeout_s=8)
+        key = decode.fetch(ticket, MANY)
         under_way(decode, key)
         prefill.kill()
     else:
         prefill.kill()
-        key = decode.fetch(ticket, MANY, timeout_s=8)
-    assert decode.outcome(key) in (*ENDS, *(["packed"] if stage == "moving" else []))  # it may be faster than the kill
+        key = decode.fetch(ticket, MANY, timeout_s=2)
+    assert decode.outcome(key) in ENDS
     until(lambda: decode.communicators() == 0, 10, "the communicator being aborted")
     rest(decode)
-    other = start("other", fill=2, size="large", **options(MODES[mode]))
+    other = start("other", fill=2, **options(MODES[mode], **LARGE))
     assert decode.fetch_now(other.publish([1, 2]), [3, 4]) == "packed"
     assert decode.blocks([3, 4]) == other.blocks([1, 2])
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_decode_that_is_killed_leaves_the_lease_to_run_out_and_others_go_on(start, mode):
-    prefill = start("prefill", fill=1, size="large", **options(MODES[mode] | SLOW))
-    decode, other = [start(name, size="large", **options(MODES[mode])) for name in ("decode", "other")]
+    prefill = start("prefill", fill=1, **options(MODES[mode] | STUCK, **LARGE))
+    decode, other = [start(name, **options(MODES[mode], **LARGE)) for name in ("decode", "other")]
     for side in (decode, other):
         assert side.fetch_now(prefill.publish([0])) == "packed"
     ticket = prefill.publish(MANY, ttl_s=2.0)
@@ -152,11 +151,11 @@ def test_a_prefill_that_restarts_at_its_address_is_another_generation(start):
 
 
 def test_a_slow_prefill_slows_no_fetch_from_another(start):
-    slow = start("slow", fill=1, size="large", **options({"seconds_per_chunk": 0.3}))
-    quick, decode = start("quick", fill=2, size="large", **options()), start("decode", size="large", **options())
+    slow = start("slow", fill=1, **options({"seconds_per_chunk": 0.3}, **LARGE))  # ten seconds in all
+    quick, decode = start("quick", fill=2, **options(**LARGE)), start("decode", **options(**LARGE))
     for prefill in (slow, quick):
         assert decode.fetch_now(prefill.publish([0])) == "packed"
-    key = decode.fetch(slow.publish(MANY[:512]), MANY[512:])
+    key = decode.fetch(slow.publish(MANY[8:]), MANY[8:])
     under_way(decode, key)
     for _ in range(3):
         assert decode.fetch_now(quick.publish([1, 2]), [3, 4], timeout_s=10) == "packed"
@@ -170,8 +169,8 @@ def test_a_slow_prefill_slows_no_fetch_from_another(start):
 
 
 def test_a_cancelled_transfer_in_mid_chunk_leaves_the_channel_in_step(start):
-    prefill = start("prefill", fill=1, size="large", **options(SLOW))
-    decode = start("decode", size="large", **options())
+    prefill = start("prefill", fill=1, **options(SLOW, **LARGE))
+    decode = start("decode", **options(**LARGE))
     assert decode.fetch_now(prefill.publish([0])) == "packed"
     for round_ in range(3):
         key = decode.fetch(prefill.publish(MANY), MANY)
@@ -187,29 +186,26 @@ def test_a_cancelled_transfer_in_mid_chunk_leaves_the_channel_in_step(start):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_both_directions_at_once(start, mode):
-    sides = [start(name, fill=fill, size="large", **options(MODES[mode])) for name, fill in (("a", 1), ("b", 2))]
-    half = len(MANY) // 2
-    sent = [side.blocks(MANY[:half]) for side in sides]
-    tickets = [side.publish(MANY[:half]) for side in sides]
+    sides = [start(name, fill=fill, **options(MODES[mode], **LARGE)) for name, fill in (("a", 1), ("b", 2))]
+    ours, theirs = MANY[:128], MANY[128:]
+    sent = [side.blocks(ours) for side in sides]
+    tickets = [side.publish(ours) for side in sides]
     for side, ticket in zip(sides, reversed(tickets), strict=True):
-        side.post("fetch_now", ticket, MANY[half:])
+        side.post("fetch_now", ticket, theirs)
     assert [side.answer() for side in sides] == ["packed", "packed"]
     for side, bytes_ in zip(sides, reversed(sent), strict=True):
-        assert side.blocks(MANY[half:]) == bytes_
+        assert side.blocks(theirs) == bytes_
     rest(*sides)
 
 
-# On a loaded machine no fetch worked within 30 s afterwards, in a quarter of the runs: not explained.
 def test_messages_that_are_lost_doubled_or_out_of_order_end_transfers_and_leak_nothing(start):
-    tap, timeouts = Tap(), {"open_timeout_s": 1.0, "stall_timeout_s": 1.0}
+    tap, given = Tap(), options({"stall_timeout_s": 3.0})
     try:
         own = {"listen": f"tcp://127.0.0.1:{free_port()}", "advertise": tap.endpoint}
-        hasty = {"heartbeat_s": 0.2, "peer_timeout_s": 1.0, "dial_timeout_s": 2.0}
-        given = options(timeouts, limits=hasty)
         prefill, decode = start("p", fill=1, **own, **given), start("d", **given)
         tap.connect(own["listen"])
         assert decode.fetch_now(prefill.publish([0])) == "packed"
-        tap.mangle = mangler(7)
+        tap.mangle = mangler(7, 0.03)
         outcomes = []
         for round_ in range(4):
             blocks = list(range(12 * round_, 12 * round_ + 12))
@@ -218,7 +214,7 @@ def test_messages_that_are_lost_doubled_or_out_of_order_end_transfers_and_leak_n
             arrived = [block for block, outcome in zip(blocks, ended, strict=True) if outcome == "packed"]
             assert decode.blocks(arrived) == prefill.blocks(arrived)
         assert {*outcomes} <= {"packed", "Cancelled", "BackendError", *ENDS}, outcomes
-        assert len({*outcomes}) > 1, outcomes
+        assert {*outcomes} != {"packed"}, outcomes
         tap.mangle = lambda data: [data]
         rest(decode, prefill)
         until(lambda: decode.fetch_now(prefill.publish([1]), timeout_s=5) == "packed", 30, "a transfer that works")
@@ -252,13 +248,13 @@ def test_connectors_that_come_and_go_leave_nothing(start, here):
     until(lambda: prefill.communicators() == 0, 10)
     prefill.forget()
     until(lambda: prefill.threads().count("fake-stream") <= 1, 10)
-    assert sum(prefill.descriptors().values()) < 40
+    until(lambda: sum(prefill.descriptors().values()) < 40, 10)
     rest(prefill)
 
 
 def test_more_fetches_than_staging_stand_in_line(start, here):
     limits = {**QUICK, "staging_bytes": 1 << 20, "chunk_bytes": 256 << 10}
-    prefill = start("prefill", fill=1, **options(limits=limits))
+    prefill = start("prefill", fill=1, **options({"seconds_per_chunk": 0.02}, limits=limits))
     decode = here("decode", backends=["fake_nccl"], shared=False, limits=limits)
     tickets = [prefill.publish([2 * i, 2 * i + 1]) for i in range(30)]
     fetches = [decode.cache.fetch(t, into={"full": [2 * i, 2 * i + 1]}) for i, t in enumerate(tickets)]
@@ -435,11 +431,10 @@ def test_a_cache_in_host_memory_is_refused():
 
 
 def test_side_is_closed_while_chunks_cross(start, here):
-    prefill = start("prefill", fill=1, size="large", **options(SLOW))
-    decode: Side = here("decode", backends=["fake_nccl"], shared=False, size="large", limits=QUICK)
+    prefill = start("prefill", fill=1, **options(SLOW, **LARGE))
+    decode: Side = here("decode", backends=["fake_nccl"], shared=False, limits=QUICK, **LARGE)
     key = decode.fetch(prefill.publish(MANY), MANY)
-    until(lambda: decode.state(key) == "moving", 10)
-    time.sleep(0.3)
+    under_way(decode, key)
     decode.close()
     assert decode.outcome(key) in ("Cancelled", "Closed", *ENDS)
     until(lambda: prefill.communicators() == 0, 20)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import gc
 import itertools
+import random
 import threading
 import time
 
@@ -164,6 +165,26 @@ def test_a_window_that_hangs_is_given_up():
     assert np.array_equal(two.there.bytes_at(3), two.here.bytes_at(3))
 
 
+def test_a_window_is_given_up_once_however_often_the_peer_says_so():
+    two = Two(here={"one_sided": True, "hang_init": True}, there={"one_sided": True})
+    two.put(0)
+    for generation, then in ((1, 2), (1, 2), (2, 2)):
+        two.writer.hear(Window(generation=generation, why_not="no"))
+        assert two.writer.generation == then
+    two.writer.fail(PeerGone("over"))
+    until(lambda: nccl_fake.open_communicators() == 0, LONG_S)
+
+
+def test_what_is_taken_includes_all_before():
+    """A word that was lost must not keep its chunk's buffer lent while others cross."""
+    two = Two()
+    crossings = [two.put(slot) for slot in range(4)]
+    hear = two.writer.hear
+    two.writer.hear = lambda said: None if isinstance(said, Taken) and said.number in (0, 1) else hear(said)
+    two.wait(lambda: ended(*crossings))
+    assert [said.number for said in two.heard_of(Taken)] == [0, 1, 2, 3]
+
+
 def test_chunks_outside_of_the_window_are_sent():
     two = Two(here={"one_sided": True}, there={"one_sided": True})
     first = two.put(0)
@@ -306,6 +327,75 @@ def test_an_abort_that_hangs_holds_up_nobody():
         two.wait(lambda: ended(crossing))
     two.wait(lambda: two.writer.is_at_rest and two.taker.state is State.FAILED and two.taker.is_at_rest)
     hangs.set()
+
+
+def test_an_end_that_cannot_be_marked_is_not_taken_for_one():
+    two = Two(here={"seconds_per_chunk": 0.2})
+    crossing = two.put(0)
+    two.wait(lambda: crossing.event is not None, "a chunk under way")
+
+    def lost(ordinal: int) -> None:
+        raise BackendError("the device is lost")
+
+    two.here.gpus.event = lost
+    two.writer.fail(BackendError("over"))
+    until(lambda: nccl_fake.open_communicators() == 1, LONG_S)
+    time.sleep(0.5)
+    assert not ended(crossing) and not two.writer.is_at_rest and not two.writer.has_let_go
+    two.taker.fail(PeerGone("over"))
+
+
+def test_memory_is_nccls_until_its_abort_is_over():
+    two, hangs = Two(here={"one_sided": True}, there={"one_sided": True}), threading.Event()
+    first = two.put(0)
+    two.wait(lambda: ended(first))
+    assert not two.writer.has_let_go
+    two.here.libnccl._nccl.comm_abort = lambda comm: (hangs.wait(LONG_S), comm.abort())
+    two.writer.fail(PeerGone("over"))
+    until(lambda: two.writer.is_at_rest, LONG_S)
+    assert not two.writer.has_let_go
+    hangs.set()
+    until(lambda: two.writer.has_let_go, LONG_S)
+    two.taker.fail(PeerGone("over"))
+
+
+@pytest.mark.parametrize("one_sided", [False, True])
+def test_many_threads_look_while_chunks_cross_and_an_end_fails(one_sided):
+    """A fake communicator complains of two threads at once."""
+    dice = random.Random(5)
+    for _ in range(5):
+        two = Two(here={"one_sided": one_sided, "seconds_per_chunk": 0.002}, there={"one_sided": one_sided})
+        crossings, over, unexpected = [], threading.Event(), []
+
+        def look(two=two, crossings=crossings, over=over, unexpected=unexpected) -> None:
+            while not over.is_set():
+                for crossing in [*crossings, *two.arrivals]:
+                    try:
+                        crossing.poll()
+                    except BackendError:
+                        pass
+                    except Exception as error:
+                        unexpected.append(error)
+
+        threads = [threading.Thread(target=look) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        crossings += [two.put(slot) for slot in range(12)]
+        fails, after = dice.choice([two.writer, two.taker]), dice.randrange(12)
+        two.wait(lambda two=two, after=after: len(two.heard_of(Taken)) >= after, "chunks")
+        fails.fail(BackendError("somebody pulled the plug"))
+        two.wait(lambda two=two: two.writer.has_let_go and two.taker.has_let_go, "the end")
+        over.set()
+        for thread in threads:
+            thread.join()
+        assert unexpected == []
+        for slot, crossing in enumerate(crossings):
+            try:
+                assert ended(crossing)
+            except BackendError:
+                continue
+            assert np.array_equal(two.there.bytes_at(slot), two.here.bytes_at(slot))
+    until(lambda: nccl_fake.open_communicators() == 0, LONG_S)
 
 
 def test_a_channel_that_fails_while_its_communicator_is_made_leaves_none():
