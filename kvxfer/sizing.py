@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from kvxfer.errors import InvalidRequest
-from kvxfer.formats import HEADER_BYTES
 from kvxfer.layout import CacheLayout, Group, GroupKind, Record
 from kvxfer.layout.coverage import slabs
 from kvxfer.plan import WIRE_ALIGNMENT
@@ -155,7 +154,7 @@ def least_staging_bytes(layout: CacheLayout) -> int:
         held = [records[piece.record] for piece in group.slices]
         return sum(record.nbytes + WIRE_ALIGNMENT * max(1, len(record.planes)) for record in held)
 
-    largest = HEADER_BYTES + max(packed_bytes(group) for group in layout.groups)
+    largest = max(packed_bytes(group) for group in layout.groups)
     return -(-largest // UNIT_BYTES) * UNIT_BYTES
 
 

@@ -135,8 +135,8 @@ class Notice(Message, tag="notice"):
 class PackedOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Staging that the receiving side lends: `slots` buffers of `slot_bytes`, one after another, from `offset`.
 
-    Each takes a chunk header and the chunk, in wire format `wire`, with a checksum when `checksums` asks for it. With
-    `headers_apart` (staging on a GPU) the header's place stays free and it comes with the message `Chunk`.
+    Each takes a chunk in wire format `wire`, `on_gpu` in a GPU's memory. A chunk's header comes with the message that
+    tells of it, with a checksum when `checksums` asks for it.
     """
 
     staging: RegionHandles
@@ -145,7 +145,7 @@ class PackedOffer(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     wire: str
     checksums: bool
-    headers_apart: bool
+    on_gpu: bool
 
 
 class Sources(Message, tag="sources"):
@@ -204,7 +204,7 @@ class Grant(Message, tag="grant"):
 
 
 class Placed(msgspec.Struct, frozen=True, array_like=True):
-    """Chunk `index` of stage `stage` lies in staging slot `slot`; its header, where headers come apart.
+    """Chunk `index` of stage `stage` lies in staging slot `slot`; its header.
 
     With `announced` it may still be on its way: the receiving side's link knows under that number when it is there.
     """

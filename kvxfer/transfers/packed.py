@@ -2,8 +2,8 @@
 
 `PackedSource` gathers chunks into free staging slots and says so; `PackedSink` scatters them and gives the slots back
 as credits. Several chunks are in flight, so gathering and scattering overlap. Both ends cut the same plan into the
-same chunks; a chunk is named by its stage (one for the whole plan, or one a layer) and its index. In its slot it
-stands behind a header (formats/header.py), by which the sink checks that both ends mean the same plan.
+same chunks; a chunk is named by its stage (one for the whole plan, or one a layer) and its index. A header
+(formats/header.py) comes with the word of it, by which the sink checks that both ends mean the same plan.
 
 Staging that is mapped is gathered into in place. Where the backend gives it no address here, a chunk is gathered into
 the outbox of this side and written from there with one operation.
@@ -25,7 +25,7 @@ import numpy as np
 from kvxfer.backends.base import Direction
 from kvxfer.control.messages import Chunks, Credit, PackedOffer, Placed
 from kvxfer.errors import BackendError, KvxferError, as_kvxfer_error
-from kvxfer.formats import HEADER_BYTES, ChunkHeader
+from kvxfer.formats import ChunkHeader
 from kvxfer.kernels import PreparedPackedPlan
 from kvxfer.peers.remote import Peer, RemoteCache
 from kvxfer.plan import Chunk
@@ -60,7 +60,7 @@ def borrow(
     """
     total = sum(plan.plan.wire_bytes for plan in stages)
     largest = max((plan.plan.largest_segment_bytes for plan in stages), default=0)
-    slot_bytes = HEADER_BYTES + max(largest, min(min(node.limits.chunk_bytes, ring.nbytes) - HEADER_BYTES, total))
+    slot_bytes = max(largest, min(node.limits.chunk_bytes, ring.nbytes, total))
     slots = min(SLOTS, -(-total // slot_bytes) + 1)
     line = ring.borrow(slot_bytes, slots, lambda loan: node.progress.post(lambda: granted(loan)))
     return functools.partial(ring.forget, line)
@@ -75,7 +75,7 @@ def offer(node: Node, loan: Loan, wire: str) -> PackedOffer:
         slots=loan.slots,
         wire=wire,
         checksums=node.checksums,
-        headers_apart=loan.ring.device != "cpu",
+        on_gpu=loan.ring.device != "cpu",
     )
 
 
@@ -101,7 +101,7 @@ class PackedSource:
     ) -> None:
         """Raises BackendError for staging that cannot be reached, or is too small."""
         staging = peer.open_region(offer.staging)
-        needed = HEADER_BYTES + max((plan.plan.largest_segment_bytes for plan in stages), default=0)
+        needed = max((plan.plan.largest_segment_bytes for plan in stages), default=0)
         if offer.slots < 1 or offer.slot_bytes < needed or offer.offset < 0:
             raise BackendError(f"the peer lends {offer.slots} slots of {offer.slot_bytes} bytes; {needed} are needed")
         if offer.offset + offer.slots * offer.slot_bytes > staging.nbytes:
@@ -109,7 +109,7 @@ class PackedSource:
         self._outbox: StagingRing | None = None
         self._writes = InOrder(node)
         if staging.mapped_address is None:
-            self._outbox = node.ring("outbox", cache.device if offer.headers_apart else "cpu")
+            self._outbox = node.ring("outbox", cache.device if offer.on_gpu else "cpu")
             if offer.slot_bytes > self._outbox.nbytes:
                 raise BackendError(
                     f"the peer lends slots of {offer.slot_bytes} bytes, more than the {self._outbox.nbytes} of this "
@@ -136,7 +136,7 @@ class PackedSource:
     def queue_stage(self, stage: int) -> None:
         """The stage's bytes are there: gather it."""
         self._unqueued -= 1
-        chunks = self._stages[stage].plan.chunks(self._offer.slot_bytes - HEADER_BYTES)
+        chunks = self._stages[stage].plan.chunks(self._offer.slot_bytes)
         with self._lock:
             self._queue.extend((stage, index, chunk) for index, chunk in enumerate(chunks))
         self._advance()
@@ -186,7 +186,7 @@ class PackedSource:
         told = False
 
         def placed(header: bytes, announced: int) -> Placed:
-            return Placed(stage, index, slot, header if self._offer.headers_apart else b"", announced)
+            return Placed(stage, index, slot, header, announced)
 
         def coming(header: bytes, announced: int) -> None:  # the other side's link waits for the bytes
             nonlocal told
@@ -235,15 +235,13 @@ class PackedSource:
     ) -> None:
         """Gather into memory of this side and write that into the peer's, `remote`. `ended` is called once and last;
         `coming` before, where the peer's link knows that the bytes are on their way."""
-        nbytes = HEADER_BYTES + chunk.wire_bytes
-
         def write(loan: Loan) -> None:
             header, error = b"", self._stopped
             if error is None:
                 header, error = self._try_to_pack(stage, index, chunk, loan.address())
             if error is None:
                 try:
-                    run = np.array([[loan.address(), remote, nbytes]], np.uint64)
+                    run = np.array([[loan.address(), remote, chunk.wire_bytes]], np.uint64)
                     operation = self._peer.link.post(Direction.WRITE, run)
                     if operation.announced:
                         coming(header, operation.announced)
@@ -258,11 +256,11 @@ class PackedSource:
             loan.give_back()
             ended(header, error)
 
-        loan = self._outbox.borrow_now(nbytes)
+        loan = self._outbox.borrow_now(chunk.wire_bytes)
         if loan is not None:
             write(loan)
         else:  # behind others, who may be waiting for peers
-            self._outbox.borrow(nbytes, 1, lambda loan: self._node.pool.submit(lambda: write(loan)))
+            self._outbox.borrow(chunk.wire_bytes, 1, lambda loan: self._node.pool.submit(lambda: write(loan)))
 
     def _try_to_pack(self, stage: int, index: int, chunk: Chunk, address: int) -> tuple[bytes, KvxferError | None]:
         """Pack, and say what went wrong: whatever it is, the peer waits to hear. Mover thread."""
@@ -272,23 +270,20 @@ class PackedSource:
             return b"", as_kvxfer_error(failure)
 
     def _pack(self, stage: int, index: int, chunk: Chunk, address: int) -> bytes:
-        """A header and a chunk into a slot, or a chunk whose header goes apart; returns the header. Mover thread."""
-        prepared, payload = self._stages[stage], address + HEADER_BYTES
-        on_gpu = self._offer.headers_apart if self._outbox is None else self._outbox.device != "cpu"
+        """A chunk to `address`; returns its header. Mover thread."""
+        prepared = self._stages[stage]
+        on_gpu = self._offer.on_gpu if self._outbox is None else self._outbox.device != "cpu"
         made = prepared.pack(
             chunk,
             self._src_bases,
-            payload,
+            address,
             threads=self._node.limits.copy_threads,
             check=self._node.check_finite,
             summed=self._offer.checksums,
             past_caches=self._outbox is None,
             wire_on_gpu=on_gpu,
         )
-        header = prepared.plan.header(index, chunk, made).encode()
-        if not self._offer.headers_apart:
-            ctypes.memmove(address, header, HEADER_BYTES)
-        return header
+        return prepared.plan.header(index, chunk, made).encode()
 
 
 class PackedSink:
@@ -318,7 +313,7 @@ class PackedSink:
         self._expected = {
             (stage, index): chunk
             for stage, plan in enumerate(stages)
-            for index, chunk in enumerate(plan.plan.chunks(loan.slot_bytes - HEADER_BYTES))
+            for index, chunk in enumerate(plan.plan.chunks(loan.slot_bytes))
         }
         self._left = len(self._expected)
         self._filled: set[int] = set()  # slots that the peer may not write into
@@ -407,13 +402,11 @@ class PackedSink:
 
     def _unpack(self, placed: Placed, chunk: Chunk, address: int) -> None:
         """A slot's chunk into the blocks, if its header is the one that this end expects. Mover thread."""
-        prepared, payload = self._stages[placed.stage], address + HEADER_BYTES
-        on_gpu = self._loan.ring.device != "cpu"
-        header = ChunkHeader.decode(placed.header if on_gpu else ctypes.string_at(address, HEADER_BYTES))
-        expected = prepared.plan.header(placed.index, chunk)
-        header.check(None if on_gpu else _view(payload, chunk.wire_bytes), expected=expected)
+        prepared, on_gpu = self._stages[placed.stage], self._loan.ring.device != "cpu"
+        header, expected = ChunkHeader.decode(placed.header), prepared.plan.header(placed.index, chunk)
+        header.check(None if on_gpu else _view(address, chunk.wire_bytes), expected=expected)
         threads = self._node.limits.copy_threads
-        prepared.unpack(chunk, payload, self._dst_bases, threads=threads, wire_on_gpu=on_gpu)
+        prepared.unpack(chunk, address, self._dst_bases, threads=threads, wire_on_gpu=on_gpu)
 
 
 def _view(address: int, nbytes: int) -> memoryview:

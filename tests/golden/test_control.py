@@ -31,7 +31,7 @@ _IDENTITY = m.Identity(
 )
 _REGION = m.RegionHandles(nbytes=64, handles={"shm": b"\x01\x02"})
 _OFFER = m.PackedOffer(
-    staging=_REGION, offset=4096, slot_bytes=1024, slots=3, wire="raw", checksums=False, headers_apart=False
+    staging=_REGION, offset=4096, slot_bytes=1024, slots=3, wire="raw", checksums=False, on_gpu=False
 )
 MESSAGES = {
     "hello": m.Hello(protocol=4, nonce=bytes(16), identity=_IDENTITY),
