@@ -80,9 +80,9 @@ def offer(node: Node, loan: Loan, wire: str) -> PackedOffer:
 
 
 def together(slots: int) -> int:
-    """How many chunks of a loan are announced, or given back, at once: a message wakes threads at both ends, and while
-    one half of the loan is being worked on at one end, the other half is at the other."""
-    return max(1, slots // 2)
+    """How many chunks of a loan are announced, or given back, at once: a message wakes threads at both ends, and must
+    come so long before the other end runs out of work that nobody waits for a thread that is late."""
+    return max(1, slots // 4)
 
 
 class PackedSource:
