@@ -535,7 +535,7 @@ def _plane_names(layout: CacheLayout) -> dict[str, set[str]]:
 def _check_staging(node: Node, layout: CacheLayout) -> None:
     """BufferTooSmall where everything will go packed, and the staging takes not even one chunk."""
     able = [backend.capabilities for backend in node.backends.values()]
-    needed, given = least_staging_bytes(layout), node.limits.staging_bytes
+    needed, given = least_staging_bytes(layout), node.limits.staging_on(_one_device(layout))
     if given < needed and not any(abilities.mapped or abilities.one_sided for abilities in able):
         raise BufferTooSmall(
             f"{', '.join(node.backends)} moves every block through staging, which has {given} bytes; one chunk of this "

@@ -49,7 +49,15 @@ from kvxfer.lease import Lease, LeaseState, LeaseTable, SlotNumbers, table_bytes
 from kvxfer.peers.directory import Directory
 from kvxfer.peers.remote import Peer, remember
 from kvxfer.progress import MoverPool, ProgressThread, Timer
-from kvxfer.transfers.staging import CHUNK_BYTES, UNIT_BYTES, StagingRing
+from kvxfer.transfers.staging import (
+    CHUNK_BYTES,
+    GPU_CHUNK_BYTES,
+    GPU_STAGING_BYTES,
+    SLOTS,
+    STAGING_BYTES,
+    UNIT_BYTES,
+    StagingRing,
+)
 from kvxfer.transfers.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -78,13 +86,17 @@ _MAX_EARLY = 4096  # leases whose releases came before they were published
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds and periods of a connector. Bytes and seconds."""
+    """Bounds and periods of a connector. Bytes and seconds.
+
+    `staging_bytes` and `chunk_bytes` are for packed transfers; None stands for 64 MiB and 4 MiB in host memory, and for
+    256 MiB and 32 MiB in a GPU's (chunks: an eighth of the staging where that is less).
+    """
 
     lease_slots: int = 4096
     lease_record_bytes: int = 8 << 20
-    staging_bytes: int = 64 << 20
+    staging_bytes: int | None = None
     shelf_bytes: int = 256 << 20
-    chunk_bytes: int = CHUNK_BYTES
+    chunk_bytes: int | None = None
     max_message_bytes: int = MAX_MESSAGE_BYTES
     max_ttl_s: float = 3600.0
     heartbeat_s: float = 1.0
@@ -96,13 +108,23 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, most in _MOST.items():
-            object.__setattr__(self, name, checks.integer(name, getattr(self, name), 1, most))
+            if getattr(self, name) is not None or name not in ("staging_bytes", "chunk_bytes"):
+                object.__setattr__(self, name, checks.integer(name, getattr(self, name), 1, most))
         for name in ("max_ttl_s", "heartbeat_s", "peer_timeout_s", "dial_timeout_s"):
             object.__setattr__(self, name, checks.seconds(name, getattr(self, name)))
         if self.peer_timeout_s <= self.heartbeat_s:
             raise InvalidRequest(
                 f"peer_timeout_s ({self.peer_timeout_s:g}) must be longer than heartbeat_s ({self.heartbeat_s:g})"
             )
+
+    def staging_on(self, device: str) -> int:
+        """Bytes of the staging on a device."""
+        return self.staging_bytes or (STAGING_BYTES if device == "cpu" else GPU_STAGING_BYTES)
+
+    def chunk_on(self, device: str) -> int:
+        """Bytes of a packed chunk on a device: by default no more than the staging has room for several times."""
+        usual = CHUNK_BYTES if device == "cpu" else GPU_CHUNK_BYTES
+        return self.chunk_bytes or min(usual, max(UNIT_BYTES, self.staging_on(device) // SLOTS))
 
 
 class Node:
@@ -307,7 +329,7 @@ class Node:
         with self._lock:
             ring = self.rings.get((use, device))
             if ring is None:
-                nbytes = self.limits.shelf_bytes if use == "shelf" else self.limits.staging_bytes
+                nbytes = self.limits.shelf_bytes if use == "shelf" else self.limits.staging_on(device)
                 memory, handles = self._allocate(max(1, nbytes // UNIT_BYTES) * UNIT_BYTES, device)
                 ring = self.rings[use, device] = StagingRing(memory, handles, device=device)
                 if use == "shelf":

@@ -60,7 +60,7 @@ def borrow(
     """
     total = sum(plan.plan.wire_bytes for plan in stages)
     largest = max((plan.plan.largest_segment_bytes for plan in stages), default=0)
-    slot_bytes = max(largest, min(node.limits.chunk_bytes, ring.nbytes, total))
+    slot_bytes = max(largest, min(node.limits.chunk_on(ring.device), ring.nbytes, total))
     slots = min(SLOTS, -(-total // slot_bytes) + 1)
     line = ring.borrow(slot_bytes, slots, lambda loan: node.progress.post(lambda: granted(loan)))
     return functools.partial(ring.forget, line)

@@ -171,7 +171,7 @@ def look_on_shelf(
     starts = _starts(plan, theirs)
     if starts is None:
         return None
-    chunk_bytes = min(node.limits.chunk_bytes, max(1, plan.wire_bytes))
+    chunk_bytes = min(node.limits.chunk_on("cpu"), max(1, plan.wire_bytes))
     chunks = [
         (chunk, found.address + HEADER_BYTES + starts[chunk.part] + _parts(plan)[chunk.part].packed_start(chunk.first))
         for chunk in plan.chunks(chunk_bytes)

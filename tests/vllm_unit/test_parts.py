@@ -59,12 +59,12 @@ def test_wrong_options(extra: dict, says: str) -> None:
 
 
 def test_buffer_size_keeps_its_meaning() -> None:
-    assert limits_of(options()).staging_bytes == 64 << 20
+    assert limits_of(options()).staging_bytes is None
     assert limits_of(options(kv_buffer_size=1e6)).staging_bytes == 1_000_000
     old = SimpleNamespace(kv_connector_extra_config={}, kv_buffer_size=2e8, kv_role="kv_both")
     assert limits_of(options_of(old)).staging_bytes == 200_000_000
     old.kv_buffer_size = 1e9  # vLLM 0.26's default: nobody asked for it
-    assert limits_of(options_of(old)).staging_bytes == 64 << 20
+    assert limits_of(options_of(old)).staging_bytes is None
 
 
 # --- versions and registration ------------------------------------------------------------------------------

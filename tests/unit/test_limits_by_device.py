@@ -1,0 +1,24 @@
+"""Staging and chunks have other sizes on a GPU than in host memory, unless they are given."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvxfer import Limits
+from kvxfer.transfers.staging import SLOTS
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "staging", "chunk"),
+    [
+        ({}, "cpu", 64 << 20, 4 << 20),
+        ({}, "cuda:0", 256 << 20, 32 << 20),
+        ({"chunk_bytes": 1 << 20}, "cuda:1", 256 << 20, 1 << 20),
+        ({"staging_bytes": 8 << 20}, "cpu", 8 << 20, (8 << 20) // SLOTS),
+        ({"staging_bytes": 1 << 30}, "cuda:0", 1 << 30, 32 << 20),
+        ({"staging_bytes": 1000, "chunk_bytes": 5000}, "cpu", 1000, 5000),
+    ],
+)
+def test_sizes(given, device, staging, chunk):
+    limits = Limits(**given)
+    assert (limits.staging_on(device), limits.chunk_on(device)) == (staging, chunk)
