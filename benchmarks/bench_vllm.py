@@ -68,11 +68,11 @@ ON_GPUS = Load(requests=60, rate_per_s=1.0, prompts=(500, 15000), output_tokens=
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """`gpus`: 0 for CPU cores."""
+    """What all variants have in common. Without `gpus`, engines run on CPU cores."""
 
     shape: dict[str, int]
     model: Path
-    gpus: int
+    gpus: Sequence[vllm_engines.Gpu]
     kv_cache_bytes: int
     load: Load
     logs: Path
@@ -82,7 +82,7 @@ class Bench:
 
     def device(self, role: str) -> int:
         """The GPU or core of an engine."""
-        return min(DEVICE[role], self.gpus - 1) if self.gpus else DEVICE[role]
+        return min(DEVICE[role], len(self.gpus) - 1) if self.gpus else DEVICE[role]
 
     def words(self, role: str) -> list[str]:
         """What is added to an engine's launch line."""
@@ -216,23 +216,25 @@ def measure(deployment: Deployment) -> dict[str, Any]:
 
 
 def at_once(bench: Bench, variants: Sequence[str]) -> bool:
-    """Whether the engines of all variants fit into the GPUs."""
+    """Whether the engines of all variants fit into the GPUs. Idle ones would take time of CPU cores."""
+    if not bench.gpus:
+        return False
     engine_bytes = vllm_engines.weight_bytes(bench.shape) + bench.kv_cache_bytes + ENGINE_BYTES
     engines = Counter(bench.device(role) for variant in variants for role in ROLES[variant])
-    memory = vllm_engines.gpu_bytes()
-    return all(count * engine_bytes <= SHARE_OF_GPU * memory[gpu] for gpu, count in engines.items())
+    return all(count * engine_bytes <= SHARE_OF_GPU * bench.gpus[gpu].nbytes for gpu, count in engines.items())
 
 
 def run(bench: Bench, variants: Sequence[str], path: Path, settings: dict[str, Any]) -> None:
     """Measure the variants, and save what there is after each."""
     results: list[dict[str, Any]] = []
     began, load_before = time.monotonic(), os.getloadavg()[0]
-    together = bool(bench.gpus) and at_once(bench, variants)
+    together = at_once(bench, variants)
     for group in [variants] if together else [[variant] for variant in variants]:
         with ExitStack() as stack:
-            deployments = [Deployment(variant, bench) for variant in group]
-            for deployment in deployments:
-                stack.callback(deployment.close)
+            deployments = []
+            for variant in group:
+                deployments.append(Deployment(variant, bench))
+                stack.callback(deployments[-1].close)
             for deployment in deployments:
                 try:
                     results.append(measure(deployment))
@@ -252,11 +254,11 @@ def described(bench: Bench, shape: str) -> dict[str, Any]:
     kv_heads, dtype = bench.shape["num_key_value_heads"], "bfloat16" if bench.gpus else "float32"
     found = {"model": f"{bench.shape['num_hidden_layers']} layers, {kv_heads} KV heads of {head_dim}, {dtype}"}
     if bench.gpus:
-        found |= {"shape": shape, "gpus": bench.gpus, "kv_cache_gib": bench.kv_cache_bytes / (1 << 30)}
+        found |= {"shape": shape, "gpus": len(bench.gpus), "kv_cache_gib": bench.kv_cache_bytes / (1 << 30)}
         found["alone"] = "on one GPU"
     return {
         **found,
-        **vllm_engines.versions(on_cpu=not bench.gpus),
+        **vllm_engines.versions(bench.gpus),
         "vllm_router": importlib.metadata.version("vllm-router"),
         "requests": bench.load.requests,
         "rate_per_s": bench.load.rate_per_s,
@@ -283,13 +285,16 @@ def main() -> None:
     parser.add_argument("--output", type=int, metavar="TOKENS", help="of each answer")
     options = parser.parse_args()
     if not options.only_show:
-        usual = ON_GPUS if options.gpus else ON_CPU
-        shape = options.shape or ("qwen2.5-14b" if options.gpus else "tiny")
+        gpus = vllm_engines.gpus()[: options.gpus] if options.gpus else []
+        if len(gpus) < options.gpus:
+            parser.error(f"there are {len(gpus)} GPUs, not {options.gpus}")
+        usual = ON_GPUS if gpus else ON_CPU
+        shape = options.shape or ("qwen2.5-14b" if gpus else "tiny")
         bench = Bench(
             shape=vllm_engines.SHAPES[shape],
             model=vllm_engines.write_model(vllm_engines.SHAPES[shape]),
-            gpus=options.gpus,
-            kv_cache_bytes=int((options.kv_cache_gib or (12 if options.gpus else 0.25)) * (1 << 30)),
+            gpus=gpus,
+            kv_cache_bytes=int((options.kv_cache_gib or (12 if gpus else 0.25)) * (1 << 30)),
             load=Load(
                 requests=options.requests or usual.requests,
                 rate_per_s=options.rate or usual.rate_per_s,

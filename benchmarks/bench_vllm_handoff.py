@@ -194,7 +194,7 @@ def main() -> None:
     began, sizes = time.monotonic(), vllm_engines.SHAPES[options.shape]
     model, shape = vllm_engines.write_model(sizes), sizes | SIZES[options.shape]
     results: list[dict[str, Any]] = []
-    gpus = 1 if options.cpu else len(vllm_engines.gpu_bytes())
+    gpus = [] if options.cpu else vllm_engines.gpus()
     with ExitStack() as stack:
         pairs = []
         for name in options.connectors:
@@ -205,7 +205,7 @@ def main() -> None:
                 if kind == "kvxfer" and (options.backends or wire):
                     extra |= {"limits": STAGED} | ({"backends": options.backends} if options.backends else {})
                 connector = getattr(connectors, kind)(**extra) | {"kv_role": f"kv_{role}"}
-                on = device if options.cpu else min(device, gpus - 1)
+                on = device if options.cpu else min(device, len(gpus) - 1)
                 label = f"{'prefill' if device == 0 else 'decode'}-{name.replace(':', '-')}"
                 servers.append(start(label, connector, model, shape, options.logs, device=on, on_cpu=options.cpu))
                 stack.callback(servers[-1].kill)
@@ -219,7 +219,8 @@ def main() -> None:
                 print(f"{pair.kind}: {type(error).__name__}: {error}", flush=True)
                 said = f"{type(error).__name__}: {error}"[:2000]
                 results.append({"connector": pair.kind, "wire": pair.wire, "error": said})
-            environment = timing.environment(shape=options.shape, gpus=gpus, **vllm_engines.versions(options.cpu))
+            found = {"shape": options.shape, "gpus": len(gpus)} | vllm_engines.versions(gpus)
+            environment = timing.environment(**found)
             timing.save(options.json, environment, results)
             print(json.dumps(results[-1])[:4000], flush=True)
     print(f"the whole took {time.monotonic() - began:.0f} s")

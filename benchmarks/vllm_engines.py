@@ -10,6 +10,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.e2e.vllm import word_tokenizer
@@ -141,19 +143,25 @@ def weight_bytes(shape: dict[str, int]) -> int:
     return 2 * (shape["num_hidden_layers"] * layer + 2 * shape["vocab_size"] * hidden)
 
 
-def gpu_bytes() -> list[int]:
-    """Memory of each GPU of this machine, found by a process that ends: engines want GPUs that nobody has touched."""
-    every = "[torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]"
-    words = [sys.executable, "-c", f"import torch; print({every})"]
-    return json.loads(subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout)
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    nbytes: int
 
 
-def versions(on_cpu: bool) -> dict[str, str]:
+def gpus() -> list[Gpu]:
+    """Of this machine, found by a process that ends: engines want GPUs that nobody has touched."""
+    found = "[torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]"
+    script = f"import json, torch; print(json.dumps([(gpu.name, gpu.total_memory) for gpu in {found}]))"
+    words = [sys.executable, "-c", script]
+    output = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
+    return [Gpu(*gpu) for gpu in json.loads(output)]
+
+
+def versions(gpus: Sequence[Gpu]) -> dict[str, str]:
     """Of what is measured."""
     import torch
     import vllm
 
     found = {"vllm": vllm.__version__, "torch": torch.__version__}
-    if not on_cpu:
-        found["gpu"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    return found
+    return found | ({"gpu": f"{len(gpus)} x {gpus[0].name}"} if gpus else {})
