@@ -23,15 +23,21 @@ def table(content: dict[str, Any]) -> str:
     rows = [
         [row["variant"]]
         + [" / ".join(f"{row[f'{metric}_p{p}_ms']:.1f}" for p in PERCENTILES) for metric in METRICS]
-        + [f"{row['completed']} of {row['completed'] + row['failed']}"]
+        + [_transfer(row), f"{row['completed']} of {row['completed'] + row['failed']}"]
         for row in measured(content["results"])
     ]
     first, *others = METRICS.values()
-    head = ["", f"{first}, ms: {percentiles}", *(f"{name}: {percentiles}" for name in others), "answered"]
+    head = ["", f"{first}, ms: {percentiles}", *(f"{name}: {percentiles}" for name in others)]
     failed = [row["variant"] for row in content["results"] if "error" in row]
     measured_on = ", ".join(f"{key} {value}" for key, value in content["environment"].items())
     said = [f"Did not run: {', '.join(failed)}."] if failed else []
-    return "\n\n".join([tables.markdown(head, rows), *said, f"Measured on: {measured_on}."])
+    made = tables.markdown([*head, "transfer, mean", "answered"], rows)
+    return "\n\n".join([made, *said, f"Measured on: {measured_on}."])
+
+
+def _transfer(row: dict[str, Any]) -> str:
+    """What the connector itself says of a prompt's way."""
+    return f"{1e3 * row['fetch_seconds'] / row['fetch_transfers']:.1f}" if row.get("fetch_transfers") else ""
 
 
 def plot(path: Path, results: Sequence[dict[str, Any]]) -> None:

@@ -68,9 +68,9 @@ _COUNTERS = {
 
 
 def write_model(shape: dict[str, int]) -> Path:
-    """A folder with a configuration, and with a tokenizer in a folder of its own.
+    """A folder with a configuration, and in it one with a tokenizer and a configuration of its own.
 
-    Beside a configuration of Qwen2 a tokenizer would be taken for Qwen2's.
+    Beside a configuration of Qwen2, transformers would take any tokenizer for Qwen2's; Llama's may have others.
     """
     folder = Path(tempfile.mkdtemp(prefix="bench-model-"))
     config = {
@@ -87,6 +87,7 @@ def write_model(shape: dict[str, int]) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config | shape))
     word_tokenizer.save(tokenizer(folder), shape["vocab_size"])
+    (tokenizer(folder) / "config.json").write_text(json.dumps({"model_type": "llama"}))
     return folder
 
 
