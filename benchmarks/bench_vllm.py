@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ import timing
 import vllm_engines
 
 from tests.e2e.vllm import connectors
+from tests.e2e.vllm.engine import EngineFailed
 from tests.e2e.vllm.environment import Ports
 from tests.e2e.vllm.servers import Server, launch_line, program, with_options
 
@@ -97,7 +98,7 @@ class Bench:
 
 
 class Deployment:
-    """The servers of one variant. Engines start at once, the router when they are ready."""
+    """The servers of one variant. The constructor starts its engines, and returns."""
 
     def __init__(self, variant: str, bench: Bench) -> None:
         self.variant, self.bench = variant, bench
@@ -105,10 +106,13 @@ class Deployment:
         self._ports = Ports(6)
         self.engines = [self._engine(role) for role in ROLES[variant]]
 
-    def ready(self) -> Server:
-        """Wait for all of them. Returns the one that clients talk to."""
+    def ready(self) -> None:
+        """Wait for the engines."""
         for engine in self.engines:
             engine.ready()
+
+    def front(self) -> Server:
+        """What clients talk to: a router, started now, or the only server."""
         if self.variant == "alone":
             return self.engines[0]
         port, metrics = self._ports.first + 2, self._ports.first + 3
@@ -202,7 +206,8 @@ def measure(deployment: Deployment) -> dict[str, Any]:
             found |= {"prompt_tokens_fetched": fetched} | {f"fetch_{name}": value for name, value in moved.items()}
         return found
 
-    front = deployment.ready()
+    deployment.ready()
+    front = deployment.front()
     warm_up(front, bench)
     before = counters()
     result = ask_all(front.url, bench, bench.logs / f"{variant}-client.log")
@@ -235,6 +240,9 @@ def run(bench: Bench, variants: Sequence[str], path: Path, settings: dict[str, A
             for variant in group:
                 deployments.append(Deployment(variant, bench))
                 stack.callback(deployments[-1].close)
+            for deployment in deployments:  # none is measured while others' engines start
+                with suppress(EngineFailed):  # said when it is measured
+                    deployment.ready()
             for deployment in deployments:
                 try:
                     results.append(measure(deployment))
