@@ -1,188 +1,324 @@
-"""`vllm bench serve` against a prefill and a decode server on a CPU: ours, NixlConnector, and one server alone.
+"""`vllm bench serve` against a prefill and a decode server: ours, NixlConnector, and one server alone.
 
     python benchmarks/bench_vllm.py --json FILE [--plot FILE] [--page FILE] [--requests 120] [--rate 4]
+    python benchmarks/bench_vllm.py --json FILE --gpus 2 [--shape qwen2.5-14b] [--prompts 500 15000] [--output 64]
     python benchmarks/bench_vllm.py --json FILE --plot FILE --only-show
 
-A small model in float32 behind vllm-router, short and long prompts mixed, every variant with the same ones. Servers
-and client share the machine: this says whether disaggregation holds up, and at what cost, not how fast a network is.
+The servers of docs/vllm.md behind vllm-router, short and long prompts mixed, every variant with the same ones; random
+weights. On GPUs prefill is on the first, decode on the second, and one server alone on the first; with one GPU all
+share it. Servers of all variants start at once where they fit into memory; load goes to one variant after the other.
+
+Without GPUs a small model in float32: servers and client share the machine's cores, so this says whether disaggregation
+holds up, and at what cost, not how fast a network is.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import latency
 import tables
 import timing
+import vllm_engines
 
-from tests.e2e.vllm import connectors, models
-from tests.e2e.vllm.environment import COMMON, Ports, for_server
-from tests.e2e.vllm.servers import FOR_CPU, Server, launch_line, program, with_options
+from tests.e2e.vllm import connectors
+from tests.e2e.vllm.engine import EngineFailed
+from tests.e2e.vllm.environment import Ports
+from tests.e2e.vllm.servers import Server, launch_line, program, with_options
 
-VARIANTS = ("kvxfer", "nixl", "alone")
-METRICS = ("ttft", "tpot", "e2el")
-PERCENTILES = (50, 95, 99)
-MEAN_INPUT_TOKENS, SPREAD, OUTPUT_TOKENS = 800, 0.9, 32
-"""Prompts of 80 to 1,520 tokens."""
+ROLES = {"kvxfer": ("prefill", "decode"), "nixl": ("prefill", "decode"), "alone": ("server",)}
+"""The engines of each variant."""
+DEVICE = {"prefill": 0, "decode": 1, "server": 0}
+PAGE_PORT = {"prefill": "8100", "decode": "8200"}
+MAX_SEQUENCES = 64
+ENGINE_BYTES = 4 << 30
+"""What an engine takes of a GPU besides weights and KV cache, activations of 8,192 tokens included; generously."""
+SHARE_OF_GPU = 0.95
 
 
-def start(stack: ExitStack, variant: str, model: Path, logs: Path) -> tuple[str, list[Server]]:
-    """The servers of a variant, ready; and where clients send their requests."""
-    ports = Ports(6)
-    stack.callback(ports.close)
-    p, d, r, metrics, *sides = range(ports.first, ports.first + 6)
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Requests at random moments, prompts of any length between two."""
 
-    def serve(name: str, words: Sequence[str], port: int, **environment: Any) -> Server:
-        log = logs / f"{variant}-{name}.log"
-        server = Server(name, words, log, port=port, environment=for_server(**environment))
-        stack.callback(server.kill)
-        return server
+    requests: int
+    rate_per_s: float
+    prompts: tuple[int, int]
+    output_tokens: int
 
-    if variant == "alone":
-        words = [program("vllm"), "serve", str(model), "--port", str(p), *FOR_CPU]
-        return f"http://127.0.0.1:{p}", [serve("server", words, p, core=0).ready()]
-    servers = []
-    for core, (name, page_port, port) in enumerate((("prefill", "8100", p), ("decode", "8200", d))):
-        words = launch_line(name, {"MODEL": str(model), page_port: str(port)}) + FOR_CPU
+
+ON_CPU = Load(requests=120, rate_per_s=4.0, prompts=(80, 1520), output_tokens=32)
+ON_GPUS = Load(requests=60, rate_per_s=1.0, prompts=(500, 15000), output_tokens=64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What all variants have in common. Without `gpus`, engines run on CPU cores."""
+
+    shape: dict[str, int]
+    model: Path
+    gpus: Sequence[vllm_engines.Gpu]
+    kv_cache_bytes: int
+    load: Load
+    logs: Path
+
+    def environment(self, device: int, nixl_port: int | None = None) -> dict[str, str]:
+        return vllm_engines.environment(device, on_cpu=not self.gpus, nixl_port=nixl_port)
+
+    def device(self, role: str) -> int:
+        """The GPU or core of an engine."""
+        return min(DEVICE[role], len(self.gpus) - 1) if self.gpus else DEVICE[role]
+
+    def words(self, role: str) -> list[str]:
+        """What is added to an engine's launch line."""
+        added = vllm_engines.launch_words(
+            context_tokens=self.load.prompts[1] * 5 // 4 + self.load.output_tokens,  # texts are bounded without spaces
+            kv_cache_bytes=self.kv_cache_bytes,
+            generates=role != "prefill",
+            on_cpu=not self.gpus,
+        )
+        tokenizer = str(vllm_engines.tokenizer(self.model))
+        return [*added, "--tokenizer", tokenizer, "--max-num-seqs", str(MAX_SEQUENCES)]
+
+
+class Deployment:
+    """The servers of one variant. The constructor starts its engines, and returns."""
+
+    def __init__(self, variant: str, bench: Bench) -> None:
+        self.variant, self.bench = variant, bench
+        self._servers: list[Server] = []
+        self._ports = Ports(6)
+        self.engines = [self._engine(role) for role in ROLES[variant]]
+
+    def ready(self) -> None:
+        """Wait for the engines."""
+        for engine in self.engines:
+            engine.ready()
+
+    def front(self) -> Server:
+        """What clients talk to: a router, started now, or the only server."""
+        if self.variant == "alone":
+            return self.engines[0]
+        port, metrics = self._ports.first + 2, self._ports.first + 3
+        pages = {"8000": str(port)} | {PAGE_PORT[role]: str(self._port(role)) for role in ROLES[self.variant]}
+        words = [*launch_line("router", pages), "--log-level", "warning", "--prometheus-port", str(metrics)]
+        return self._serve("router", words, port, self.bench.environment(0)).ready()
+
+    def close(self) -> None:
+        """Kill them, as often as one likes."""
+        for server in self._servers:
+            server.kill()
+        self._ports.close()
+
+    def _port(self, role: str) -> int:
+        return self._ports.first + DEVICE[role]
+
+    def _engine(self, role: str) -> Server:
+        port, model = self._port(role), str(self.bench.model)
         side = None
-        if variant == "nixl":
-            place, side = words.index("--kv-transfer-config") + 1, sides[core]
-            role = json.loads(words[place])["kv_role"]
-            words[place] = json.dumps(connectors.nixl() | {"kv_role": role})
+        if self.variant == "alone":
+            words = [*program("vllm"), "serve", model, "--port", str(port)]
         else:
-            words = with_options(words, lease_s=120.0)
-        servers.append(serve(name, words, port, core=core, nixl_port=side))
-    router = launch_line("router", {"8000": str(r), "8100": str(p), "8200": str(d)})
-    servers.append(serve("router", [*router, "--log-level", "warning", "--prometheus-port", str(metrics)], r, core=0))
-    return f"http://127.0.0.1:{r}", [server.ready() for server in servers]
+            words = launch_line(role, {"MODEL": model, PAGE_PORT[role]: str(port)})
+        if self.variant == "nixl":
+            side, place = port + 4, words.index("--kv-transfer-config") + 1
+            words[place] = json.dumps(connectors.nixl() | {"kv_role": json.loads(words[place])["kv_role"]})
+        elif self.variant == "kvxfer" and not self.bench.gpus:
+            words = with_options(words, lease_s=120.0)  # a machine of few cores may stand still for seconds
+        environment = self.bench.environment(self.bench.device(role), side)
+        return self._serve(role, words + self.bench.words(role), port, environment)
+
+    def _serve(self, name: str, words: Sequence[str], port: int, environment: dict[str, str]) -> Server:
+        log = self.bench.logs / f"{self.variant}-{name}.log"
+        self._servers.append(Server(f"{self.variant} {name}", words, log, port=port, environment=environment))
+        return self._servers[-1]
 
 
-def load(url: str, model: Path, requests: int, rate: float) -> dict[str, Any]:
+def warm_up(front: Server, bench: Bench) -> None:
+    """Connections, and what is computed once."""
+    generator = random.Random(front.name)
+
+    def ask(tokens: int) -> None:
+        text = " ".join(f"w{generator.randrange(4, bench.shape['vocab_size'])}" for _ in range(tokens))
+        front.post("/v1/completions", {"prompt": text, "max_tokens": 4, "ignore_eos": True})
+
+    least, most = bench.load.prompts
+    for tokens in (least, most):
+        ask(tokens)
+    with ThreadPoolExecutor(4) as clients:
+        list(clients.map(ask, [least, least, (least + most) // 2, most]))
+
+
+def ask_all(url: str, bench: Bench, log: Path) -> dict[str, Any]:
     """What `vllm bench serve` reports."""
-    with tempfile.TemporaryDirectory() as folder:
+    load, (least, most) = bench.load, bench.load.prompts
+    spread = {"input": (most - least) / (most + least), "output": 0.0}
+    with tempfile.TemporaryDirectory() as folder, log.open("wb") as output:
         # fmt: off
         subprocess.run(
             [
-                program("vllm"), "bench", "serve", "--backend", "vllm", "--base-url", url, "--endpoint",
-                "/v1/completions", "--model", "m", "--tokenizer", str(model), "--dataset-name", "random",
-                "--random-input-len", str(MEAN_INPUT_TOKENS), "--random-output-len", str(OUTPUT_TOKENS),
-                "--random-range-ratio", json.dumps({"input": SPREAD, "output": 0.0}),
-                "--num-prompts", str(requests), "--request-rate", str(rate), "--seed", "1",
-                "--percentile-metrics", ",".join(METRICS), "--metric-percentiles", ",".join(map(str, PERCENTILES)),
+                *program("vllm"), "bench", "serve", "--backend", "vllm", "--base-url", url, "--endpoint",
+                "/v1/completions", "--model", "m", "--tokenizer", str(vllm_engines.tokenizer(bench.model)),
+                "--dataset-name", "random", "--random-input-len", str((least + most) // 2),
+                "--random-output-len", str(load.output_tokens), "--random-range-ratio", json.dumps(spread),
+                "--num-prompts", str(load.requests), "--request-rate", str(load.rate_per_s), "--seed", "1",
+                "--percentile-metrics", ",".join(latency.METRICS),
+                "--metric-percentiles", ",".join(map(str, latency.PERCENTILES)),
                 "--ignore-eos", "--temperature", "0", "--disable-tqdm",
                 "--save-result", "--result-dir", folder, "--result-filename", "result.json",
             ],
             check=True,
-            env=for_server(core=0) | COMMON,
+            env=bench.environment(0),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=120 + 3 * load.requests / load.rate_per_s,
         )
         # fmt: on
         return json.loads((Path(folder) / "result.json").read_text())
 
 
-def measure(variant: str, model: Path, logs: Path, requests: int, rate: float) -> dict[str, Any]:
-    """One variant: percentiles in milliseconds."""
-    with ExitStack() as stack:
-        url, servers = start(stack, variant, model, logs)
-        load(url, model, 4, rate)  # connections, and what is computed once
-        before = servers[0].metric("vllm:prompt_tokens_total")
-        result = load(url, model, requests, rate)
-        row: dict[str, Any] = {
-            "variant": variant,
-            "completed": result["completed"],
-            "failed": result.get("failed", requests - result["completed"]),
-            "prompt_tokens_through_first_server": servers[0].metric("vllm:prompt_tokens_total") - before,
-        }
+def measure(deployment: Deployment) -> dict[str, Any]:
+    """One variant: percentiles in milliseconds, and what prefill computed and decode fetched meanwhile."""
+    bench, variant, engines = deployment.bench, deployment.variant, deployment.engines
+
+    def counters() -> dict[str, float]:
+        time.sleep(1.5)  # engines report now and then
+        found = {"prompt_tokens_through_first_server": engines[0].metric("vllm:prompt_tokens_total")}
         if variant != "alone":
-            fetched = servers[1].metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
-            row["prompt_tokens_fetched_with_warm_up"] = fetched
-        for metric in METRICS:
-            for percentile in PERCENTILES:
-                row[f"{metric}_p{percentile}_ms"] = result[f"p{percentile}_{metric}_ms"]
-        return row
+            fetched = engines[1].metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
+            moved = vllm_engines.counters(variant, engines[1])
+            found |= {"prompt_tokens_fetched": fetched} | {f"fetch_{name}": value for name, value in moved.items()}
+        return found
+
+    deployment.ready()
+    front = deployment.front()
+    warm_up(front, bench)
+    before = counters()
+    result = ask_all(front.url, bench, bench.logs / f"{variant}-client.log")
+    row: dict[str, Any] = {"variant": variant, "completed": result["completed"]}
+    row["failed"] = result.get("failed", bench.load.requests - result["completed"])
+    row |= {name: value - before[name] for name, value in counters().items()}
+    for metric in latency.METRICS:
+        for percentile in latency.PERCENTILES:
+            row[f"{metric}_p{percentile}_ms"] = result[f"p{percentile}_{metric}_ms"]
+    return row
 
 
-def plot(path: Path, results: Sequence[dict[str, Any]]) -> None:
-    """Bars: a panel a metric, a group a percentile, a bar a variant."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "kvxfer"
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 2, figsize=(8, 3), layout="constrained")
-    for panel, metric, title in zip(panels, METRICS, ("Time to first token", "Time per output token"), strict=False):
-        for index, row in enumerate(results):
-            places = [place + 0.27 * (index - (len(results) - 1) / 2) for place in range(len(PERCENTILES))]
-            heights = [row[f"{metric}_p{percentile}_ms"] for percentile in PERCENTILES]
-            panel.bar(places, heights, 0.25, label=row["variant"])
-        panel.set_xticks(range(len(PERCENTILES)), [f"p{percentile}" for percentile in PERCENTILES])
-        panel.set_title(title, fontsize=10)
-        panel.set_ylabel("ms")
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[0].legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
+def at_once(bench: Bench, variants: Sequence[str]) -> bool:
+    """Whether the engines of all variants fit into the GPUs. Idle ones would take time of CPU cores."""
+    if not bench.gpus:
+        return False
+    engine_bytes = vllm_engines.weight_bytes(bench.shape) + bench.kv_cache_bytes + ENGINE_BYTES
+    engines = Counter(bench.device(role) for variant in variants for role in ROLES[variant])
+    return all(count * engine_bytes <= SHARE_OF_GPU * bench.gpus[gpu].nbytes for gpu, count in engines.items())
 
 
-def table(content: dict[str, Any]) -> str:
-    """The same numbers in Markdown, and what they were measured on."""
-    percentiles = " / ".join(f"p{percentile}" for percentile in PERCENTILES)
-    rows = [
-        [row["variant"]]
-        + [" / ".join(f"{row[f'{m}_p{p}_ms']:.1f}" for p in PERCENTILES) for m in METRICS]
-        + [f"{row['completed']} of {row['completed'] + row['failed']}"]
-        for row in content["results"]
-    ]
-    head = ["", f"first token, ms: {percentiles}", f"each further token: {percentiles}", f"whole answer: {percentiles}"]
-    measured_on = ", ".join(f"{key} {value}" for key, value in content["environment"].items())
-    return f"{tables.markdown([*head, 'answered'], rows)}\n\nMeasured on: {measured_on}."
+def run(bench: Bench, variants: Sequence[str], path: Path, settings: dict[str, Any]) -> None:
+    """Measure the variants, and save what there is after each."""
+    results: list[dict[str, Any]] = []
+    began, load_before = time.monotonic(), os.getloadavg()[0]
+    together = at_once(bench, variants)
+    for group in [variants] if together else [[variant] for variant in variants]:
+        with ExitStack() as stack:
+            deployments = []
+            for variant in group:
+                deployments.append(Deployment(variant, bench))
+                stack.callback(deployments[-1].close)
+            for deployment in deployments:  # none is measured while others' engines start
+                with suppress(EngineFailed):  # said when it is measured
+                    deployment.ready()
+            for deployment in deployments:
+                try:
+                    results.append(measure(deployment))
+                except Exception as error:  # the other variants' numbers are worth having
+                    said = f"{type(error).__name__}: {error}"[:2000]
+                    results.append({"variant": deployment.variant, "error": said})
+                deployment.close()
+                load_average = f"{load_before:.1f} at the start, {os.getloadavg()[0]:.1f} at the end"
+                started = {"servers": "started at once" if together else "one variant after the other"}
+                timing.save(path, timing.environment(**settings, **started, load_average=load_average), results)
+                print(json.dumps(results[-1]), f"after {time.monotonic() - began:.0f} s", flush=True)
+
+
+def described(bench: Bench, shape: str) -> dict[str, Any]:
+    """What a result must be read with."""
+    head_dim = bench.shape["hidden_size"] // bench.shape["num_attention_heads"]
+    kv_heads, dtype = bench.shape["num_key_value_heads"], "bfloat16" if bench.gpus else "float32"
+    found = {"model": f"{bench.shape['num_hidden_layers']} layers, {kv_heads} KV heads of {head_dim}, {dtype}"}
+    if bench.gpus:
+        found |= {"shape": shape, "gpus": len(bench.gpus), "kv_cache_gib": bench.kv_cache_bytes / (1 << 30)}
+        found["alone"] = "on one GPU"
+    return {
+        **found,
+        **vllm_engines.versions(bench.gpus),
+        "vllm_router": importlib.metadata.version("vllm-router"),
+        "requests": bench.load.requests,
+        "rate_per_s": bench.load.rate_per_s,
+        "input_tokens": "{:,} to {:,}".format(*bench.load.prompts),
+        "output_tokens": bench.load.output_tokens,
+        "cores": os.cpu_count(),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="write the results here")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="of servers and clients")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--page", type=Path, help="page of the documentation that gets the table")
     parser.add_argument("--only-show", action="store_true", help="plot and table of what is in the JSON file already")
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
-    parser.add_argument("--requests", type=int, default=120)
-    parser.add_argument("--rate", type=float, default=4.0, help="requests a second, at random moments")
+    parser.add_argument("--variants", nargs="+", default=list(ROLES), choices=ROLES)
+    parser.add_argument("--gpus", type=int, default=0, help="default: on CPU cores")
+    parser.add_argument("--shape", choices=vllm_engines.SHAPES, help="default: tiny, on GPUs qwen2.5-14b")
+    parser.add_argument("--kv-cache-gib", type=float, help="of each engine; default: 0.25, on GPUs 12")
+    parser.add_argument("--requests", type=int)
+    parser.add_argument("--rate", type=float, help="requests a second, at random moments")
+    parser.add_argument("--prompts", type=int, nargs=2, metavar=("LEAST", "MOST"), help="tokens, uniformly between")
+    parser.add_argument("--output", type=int, metavar="TOKENS", help="of each answer")
     options = parser.parse_args()
     if not options.only_show:
-        model, logs = models.folder("gqa"), Path(tempfile.mkdtemp(prefix="bench-vllm-"))
-        print(f"logs: {logs}", flush=True)
-        results: list[dict[str, Any]] = []
-        load_before = os.getloadavg()[0]
-        for variant in options.variants:
-            began = time.monotonic()
-            results.append(measure(variant, model, logs, options.requests, options.rate))
-            print(json.dumps(results[-1]), f"{time.monotonic() - began:.0f} s", flush=True)
-        settings = {
-            "model": "4 layers, 2 KV heads of 64, float32",
-            "requests": options.requests,
-            "rate_per_s": options.rate,
-            "input_tokens": f"{MEAN_INPUT_TOKENS} +-{SPREAD:.0%}",
-            "output_tokens": OUTPUT_TOKENS,
-            "cores": os.cpu_count(),
-            "load_average": f"{load_before:.1f} at the start, {os.getloadavg()[0]:.1f} at the end",
-        }
-        timing.save(options.json, timing.environment(**settings), results)
+        gpus = vllm_engines.gpus()[: options.gpus] if options.gpus else []
+        if len(gpus) < options.gpus:
+            parser.error(f"there are {len(gpus)} GPUs, not {options.gpus}")
+        usual = ON_GPUS if gpus else ON_CPU
+        shape = options.shape or ("qwen2.5-14b" if gpus else "tiny")
+        bench = Bench(
+            shape=vllm_engines.SHAPES[shape],
+            model=vllm_engines.write_model(vllm_engines.SHAPES[shape]),
+            gpus=gpus,
+            kv_cache_bytes=int((options.kv_cache_gib or (12 if gpus else 0.25)) * (1 << 30)),
+            load=Load(
+                requests=options.requests or usual.requests,
+                rate_per_s=options.rate or usual.rate_per_s,
+                prompts=tuple(options.prompts or usual.prompts),
+                output_tokens=options.output or usual.output_tokens,
+            ),
+            logs=options.logs or Path(tempfile.mkdtemp(prefix="bench-vllm-")),
+        )
+        bench.logs.mkdir(parents=True, exist_ok=True)
+        print(f"logs: {bench.logs}", flush=True)
+        run(bench, options.variants, options.json, described(bench, shape))
     content = json.loads(options.json.read_text())
     if options.plot:
-        plot(options.plot, content["results"])
+        latency.plot(options.plot, content["results"])
     if options.page:
-        tables.replace(options.page, "latency", table(content))
+        tables.replace(options.page, "latency", latency.table(content))
 
 
 if __name__ == "__main__":

@@ -15,12 +15,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,126 +29,55 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import timing
+import vllm_engines
 
 from tests.e2e.vllm import connectors
 from tests.e2e.vllm.engine import TO_PREFILL, Answer
-from tests.e2e.vllm.environment import Ports, for_server
-from tests.e2e.vllm.servers import Server
+from tests.e2e.vllm.environment import Ports
+from tests.e2e.vllm.servers import Server, program
 
-WEIGHTS = Path(__file__).parent / "vllm_weights"
 COMPARED_TOKENS = 16
 CHURN_CLIENTS = 64
 THROUGHPUT_CLIENTS = 4
 
-SHAPES: dict[str, dict[str, Any]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "qwen2.5-14b": {
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "vocab_size": 152064,
         "lengths": (1024, 8192, 32000),
         "kv_cache_bytes": 16 << 30,
         "churn_requests": 700,
         "throughput": (16, 8192),
     },
     "qwen2.5-14b-kv": {
-        "hidden_size": 5120,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "vocab_size": 32000,
         "lengths": (1024, 8192, 32000),
         "kv_cache_bytes": 8 << 30,
         "churn_requests": 400,
         "throughput": (16, 8192),
     },
     "tiny": {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 2048,
         "lengths": (128, 1024),
         "kv_cache_bytes": 64 << 20,
         "churn_requests": 60,
         "throughput": (8, 512),
     },
 }
+"""What is asked of engines of a shape."""
 STAGED = {"chunk_bytes": 32 << 20, "staging_bytes": 512 << 20, "max_sms": 32, "mover_threads": 4}  # what goes packed
-METRICS = {
-    "kvxfer": {
-        "seconds": "vllm:kvxfer_fetch_seconds_sum",
-        "transfers": "vllm:kvxfer_fetch_seconds_count",
-        "bytes": "vllm:kvxfer_wire_bytes_sum",
-        "failed": "vllm:kvxfer_failed_fetches_total",
-    },
-    "nixl": {
-        "seconds": "vllm:nixl_xfer_time_seconds_sum",
-        "post_seconds": "vllm:nixl_post_time_seconds_sum",
-        "transfers": "vllm:nixl_xfer_time_seconds_count",
-        "bytes": "vllm:nixl_bytes_transferred_sum",
-        "descriptors": "vllm:nixl_num_descriptors_sum",
-        "failed": "vllm:nixl_num_failed_transfers_total",
-    },
-}
-
-
-def write_model(shape: dict[str, Any]) -> Path:
-    """A folder with a configuration and nothing else."""
-    folder = Path(tempfile.mkdtemp(prefix="bench-model-"))
-    config = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "torch_dtype": "bfloat16",
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    sizes = {key: value for key, value in shape.items() if key.endswith("size") or key.startswith("num_")}
-    (folder / "config.json").write_text(json.dumps(config | sizes))
-    return folder
 
 
 def start(
     name: str, connector: dict[str, Any], model: Path, shape: dict[str, Any], logs: Path, *, device: int, on_cpu: bool
 ) -> Server:
-    """One engine on a GPU or on a core. Decode uses CUDA graphs, prefill has no use for them."""
+    """One engine on a GPU or on a core."""
     port, side = Ports(), Ports()
-    # fmt: off
-    words = [
-        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "m",
-        "--host", "127.0.0.1", "--port", str(port.first), "--disable-uvicorn-access-log", "--skip-tokenizer-init",
-        "--load-format", "random", "--max-model-len", str(max(shape["lengths"]) + 1000),
-        "--kv-cache-memory-bytes", str(shape["kv_cache_bytes"]), "--kv-transfer-config", json.dumps(connector),
-    ]
-    # fmt: on
-    if on_cpu:
-        environment = for_server(core=device, nixl_port=side.first)
-        words += ["--enforce-eager", "--dtype", "float32"]
-    else:
-        environment = dict(os.environ) | {
-            "CUDA_VISIBLE_DEVICES": str(device),
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side.first),
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
-        }
-        words += ["--gpu-memory-utilization", "0.1"]
-        if name.startswith("decode"):
-            graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 64]}
-            words += ["--compilation-config", json.dumps(graphs)]
-        else:
-            words += ["--enforce-eager"]
-    environment["PYTHONPATH"] = f"{WEIGHTS}:{environment['PYTHONPATH']}"
+    words = [*program("vllm"), "serve", str(model), "--port", str(port.first), "--skip-tokenizer-init"]
+    words += ["--kv-transfer-config", json.dumps(connector)]
+    words += vllm_engines.launch_words(
+        context_tokens=max(shape["lengths"]) + 1000,
+        kv_cache_bytes=shape["kv_cache_bytes"],
+        generates=name.startswith("decode"),
+        on_cpu=on_cpu,
+    )
+    environment = vllm_engines.environment(device, on_cpu=on_cpu, nixl_port=side.first)
     return Server(name, words, logs / f"{name}.log", port=port.first, environment=environment)
 
 
@@ -181,7 +107,7 @@ class Pair:
     def counters(self) -> dict[str, float]:
         """The connector's own numbers."""
         time.sleep(1.5)  # engines report now and then
-        return {name: self.decode.metric(metric) for name, metric in METRICS[self.kind].items()}
+        return vllm_engines.counters(self.kind, self.decode)
 
 
 def measure(pair: Pair, shape: dict[str, Any], calls: int, generator: random.Random) -> dict[str, Any]:
@@ -259,16 +185,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="write the results here")
     parser.add_argument("--logs", type=Path, required=True)
     parser.add_argument("--connectors", nargs="+", default=["kvxfer", "nixl"], help="of kvxfer, kvxfer:WIRE, nixl")
-    parser.add_argument("--shape", default="qwen2.5-14b", choices=list(SHAPES))
+    parser.add_argument("--shape", default="qwen2.5-14b", choices=list(SIZES))
     parser.add_argument("--calls", type=int, default=5)
     parser.add_argument("--backends", nargs="+", help="of kvxfer's engines, say nccl (default: the best)")
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
     options.logs.mkdir(parents=True, exist_ok=True)
-    shape, began = SHAPES[options.shape], time.monotonic()
-    model = write_model(shape)
+    began, sizes = time.monotonic(), vllm_engines.SHAPES[options.shape]
+    model, shape = vllm_engines.write_model(sizes), sizes | SIZES[options.shape]
     results: list[dict[str, Any]] = []
-    gpus = 1 if options.cpu else gpu_count()
+    gpus = [] if options.cpu else vllm_engines.gpus()
     with ExitStack() as stack:
         pairs = []
         for name in options.connectors:
@@ -279,7 +205,7 @@ def main() -> None:
                 if kind == "kvxfer" and (options.backends or wire):
                     extra |= {"limits": STAGED} | ({"backends": options.backends} if options.backends else {})
                 connector = getattr(connectors, kind)(**extra) | {"kv_role": f"kv_{role}"}
-                on = device if options.cpu else min(device, gpus - 1)
+                on = device if options.cpu else min(device, len(gpus) - 1)
                 label = f"{'prefill' if device == 0 else 'decode'}-{name.replace(':', '-')}"
                 servers.append(start(label, connector, model, shape, options.logs, device=on, on_cpu=options.cpu))
                 stack.callback(servers[-1].kill)
@@ -293,27 +219,11 @@ def main() -> None:
                 print(f"{pair.kind}: {type(error).__name__}: {error}", flush=True)
                 said = f"{type(error).__name__}: {error}"[:2000]
                 results.append({"connector": pair.kind, "wire": pair.wire, "error": said})
-            environment = timing.environment(shape=options.shape, gpus=gpus, **versions(options.cpu))
+            found = {"shape": options.shape, "gpus": len(gpus)} | vllm_engines.versions(gpus)
+            environment = timing.environment(**found)
             timing.save(options.json, environment, results)
             print(json.dumps(results[-1])[:4000], flush=True)
     print(f"the whole took {time.monotonic() - began:.0f} s")
-
-
-def gpu_count() -> int:
-    """Of this machine, found by a process that ends: engines want GPUs that nobody has touched."""
-    words = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    return int(subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout)
-
-
-def versions(on_cpu: bool) -> dict[str, str]:
-    """Of what is measured."""
-    import torch
-    import vllm
-
-    found = {"vllm": vllm.__version__, "torch": torch.__version__}
-    if not on_cpu:
-        found["gpu"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    return found
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Fills docs/benchmarks.md from the JSON in benchmarks/results: tables and what they were measured on.
+"""Fills docs/benchmarks.md, and a table of docs/vllm.md, from the JSON in benchmarks/results.
 
 python benchmarks/page.py
 """
@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+import latency
 import tables
 
 RESULTS = Path(__file__).parent / "results"
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE, VLLM_PAGE = DOCS / "benchmarks.md", DOCS / "vllm.md"
 SMS = (4, 8, 16, 32, 64, 132)
 VARIANT = "768x8"
 
@@ -327,6 +329,14 @@ def vllm_handoff() -> str:
     )
 
 
+def vllm_serve() -> str:
+    """Latencies of vLLM's servers on two GPUs."""
+    path = RESULTS / "h200x2" / "vllm_serve.json"
+    if not path.exists():
+        return "Not run yet with this version: `tests/gpu/run_vllm.sh` with `STEPS=serve` makes this table."
+    return latency.table(json.loads(path.read_text()))
+
+
 def host() -> str:
     """What a fetch costs the host, and what it had cost before whole blocks had a short way."""
     environment, now = load("host.json")
@@ -410,6 +420,7 @@ def main() -> None:
     }
     for name, make in made.items():
         tables.replace(PAGE, name, make())
+    tables.replace(VLLM_PAGE, "latency-gpu", vllm_serve())
 
 
 if __name__ == "__main__":

@@ -16,16 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 import torch
 import transformers
 from safetensors.torch import save_file
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from examples.tiny_engine.checkpoint import Checkpoint, find_checkpoint
 from examples.tiny_engine.tokenizer import CONTROL_TOKEN_TYPE, Tokenizer
 
+from . import word_tokenizer
 from .comparing import VOCABULARY
 
 CACHE = Path(__file__).parents[3] / "build" / "models"
@@ -50,7 +48,8 @@ _SIZES: dict[str, Any] = {
 
 def folder(name: str) -> Path:
     """The folder of a model, made now if it is not there yet. Names: `MODELS`."""
-    made_by = hashlib.sha256(Path(__file__).read_bytes() + transformers.__version__.encode()).hexdigest()[:12]
+    code = b"".join(Path(module).read_bytes() for module in (__file__, word_tokenizer.__file__))
+    made_by = hashlib.sha256(code + transformers.__version__.encode()).hexdigest()[:12]
     there = CACHE / f"{name}-{made_by}"
     if not there.is_dir():
         for older in CACHE.glob(f"{name}-*"):
@@ -82,16 +81,9 @@ def _random(config: transformers.PretrainedConfig, embedding_std: float = 1.0) -
                     elif weights.dim() >= 2:
                         weights.normal_(0.0, 0.08)
         model.save_pretrained(into)
-        _save_word_tokenizer(into)
+        word_tokenizer.save(into, VOCABULARY)
 
     return make
-
-
-def _save_word_tokenizer(into: Path) -> None:
-    """For clients that speak in texts: token 17 is the word "w17"."""
-    words = tokenizers.Tokenizer(WordLevel({f"w{token}": token for token in range(VOCABULARY)}, unk_token="w3"))
-    words.pre_tokenizer = WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w3").save_pretrained(into)
 
 
 def _deepseek() -> transformers.PretrainedConfig:

@@ -28,6 +28,7 @@ FOR_CPU = (
     "--host 127.0.0.1 --disable-uvicorn-access-log"
 ).split()
 """What a test adds to a line of the page."""
+_MODULES = {"vllm": "vllm.entrypoints.cli.main", "vllm-router": "vllm_router.launch_router"}
 
 
 def launch_line(name: str, replacements: Mapping[str, str]) -> list[str]:
@@ -41,7 +42,7 @@ def launch_line(name: str, replacements: Mapping[str, str]) -> list[str]:
         if not any(old in word for word in words):
             raise ValueError(f"the launch line {name} of {PAGE} has no {old!r}")
         words = [word.replace(old, new) for word in words]
-    return [program(words[0]), *words[1:]]
+    return [*program(words[0]), *words[1:]]
 
 
 def with_options(words: Sequence[str], **extra: Any) -> list[str]:
@@ -52,9 +53,10 @@ def with_options(words: Sequence[str], **extra: Any) -> list[str]:
     return [*words[:place], json.dumps(connector), *words[place + 1 :]]
 
 
-def program(name: str) -> str:
-    """A program that is installed beside this Python."""
-    return str(Path(sys.executable).parent / name)
+def program(name: str) -> list[str]:
+    """The first words of a command: the program beside this Python, or its module, where only the package is there."""
+    installed = Path(sys.executable).parent / name
+    return [str(installed)] if installed.exists() else [sys.executable, "-m", _MODULES[name]]
 
 
 _PR_SET_PDEATHSIG = 1

@@ -67,7 +67,7 @@ def pools(log_folder: Callable[[str], Path]) -> Iterator[Pools]:
         yield Pools(
             prefill=start("prefill", prefill + FOR_CPU + CHUNK, port=p, core=0),
             decode=start("decode", decode + FOR_CPU, port=d, core=1),
-            alone=start("alone", [program("vllm"), "serve", model, "--port", str(a), *FOR_CPU], port=a, core=1),
+            alone=start("alone", [*program("vllm"), "serve", model, "--port", str(a), *FOR_CPU], port=a, core=1),
             router=start("router", [*router, *ROUTER_QUIET, str(metrics[0])], port=r, core=0),
             front=start("front", front, port=s, core=0),
             finder=start("finder", [*finder, *ROUTER_QUIET, str(metrics[1])], port=f, core=0),
