@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -229,10 +229,9 @@ def at_once(bench: Bench, variants: Sequence[str]) -> bool:
     return all(count * engine_bytes <= SHARE_OF_GPU * bench.gpus[gpu].nbytes for gpu, count in engines.items())
 
 
-def run(bench: Bench, variants: Sequence[str], path: Path, settings: dict[str, Any]) -> None:
-    """Measure the variants, and save what there is after each."""
-    results: list[dict[str, Any]] = []
-    began, load_before = time.monotonic(), os.getloadavg()[0]
+def measured(bench: Bench, variants: Sequence[str]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """A row for each variant, and under what circumstances the rows so far were made."""
+    load_before = os.getloadavg()[0]
     together = at_once(bench, variants)
     for group in [variants] if together else [[variant] for variant in variants]:
         with ExitStack() as stack:
@@ -245,15 +244,17 @@ def run(bench: Bench, variants: Sequence[str], path: Path, settings: dict[str, A
                     deployment.ready()
             for deployment in deployments:
                 try:
-                    results.append(measure(deployment))
+                    row = measure(deployment)
                 except Exception as error:  # the other variants' numbers are worth having
-                    said = f"{type(error).__name__}: {error}"[:2000]
-                    results.append({"variant": deployment.variant, "error": said})
+                    row = {"variant": deployment.variant, "error": f"{type(error).__name__}: {error}"[:2000]}
                 deployment.close()
-                load_average = f"{load_before:.1f} at the start, {os.getloadavg()[0]:.1f} at the end"
-                started = {"servers": "started at once" if together else "one variant after the other"}
-                timing.save(path, timing.environment(**settings, **started, load_average=load_average), results)
-                print(json.dumps(results[-1]), f"after {time.monotonic() - began:.0f} s", flush=True)
+                yield (
+                    row,
+                    {
+                        "servers": "started at once" if together else "one variant after the other",
+                        "load_average": f"{load_before:.1f} at the start, {os.getloadavg()[0]:.1f} at the end",
+                    },
+                )
 
 
 def described(bench: Bench, shape: str) -> dict[str, Any]:
@@ -313,7 +314,11 @@ def main() -> None:
         )
         bench.logs.mkdir(parents=True, exist_ok=True)
         print(f"logs: {bench.logs}", flush=True)
-        run(bench, options.variants, options.json, described(bench, shape))
+        results, settings, began = [], described(bench, shape), time.monotonic()
+        for row, circumstances in measured(bench, options.variants):
+            results.append(row)
+            timing.save(options.json, timing.environment(**settings, **circumstances), results)
+            print(json.dumps(row), f"after {time.monotonic() - began:.0f} s", flush=True)
     content = json.loads(options.json.read_text())
     if options.plot:
         latency.plot(options.plot, content["results"])

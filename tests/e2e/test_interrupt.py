@@ -60,6 +60,7 @@ def test_ctrl_c_ends_the_demo_quietly(form, moment, tmp_path):
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # whoever runs the tests may ignore it
         )
         seen: set[int] = set()
         try:

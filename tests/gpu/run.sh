@@ -92,7 +92,7 @@ for name in $STEPS; do
       ;;
     formats) tests formats 280 tests/gpu/test_cuda_formats.py ;;
     peer) tests peer 180 tests/gpu/test_cuda_peer.py tests/gpu/test_cuda_formats_peer.py ;;
-    ipc) one_gpu tests ipc 280 tests/gpu/test_cuda_ipc.py ;;
+    ipc) one_gpu tests ipc 280 -o faulthandler_timeout=4 tests/gpu/test_cuda_ipc.py ;; # stacks of what hangs
     backend)
       one_gpu tests backend 300 tests/backends --kvxfer-backend cuda_ipc
       ;;

@@ -61,4 +61,4 @@ def test_slots_take_turns_and_a_message_tells_of_several(said):
     assert [(one.index, one.slot) for placed in told for one in placed] == [(i, i % SLOTS) for i in range(CHUNKS)]
     given_back = [message.slots for message in said if isinstance(message, Credit)]
     assert [slot for slots in given_back for slot in slots] == [i % SLOTS for i in range(sum(map(len, given_back)))]
-    assert len(told) <= CHUNKS // 2 and len(given_back) <= CHUNKS // 2
+    assert len(told) <= 2 * CHUNKS // 3 and len(given_back) <= 2 * CHUNKS // 3  # pairs, but for the last few
