@@ -4,7 +4,7 @@ Protocol history:
   1  (2026-11)  first version
   2  (2026-11)  slots of the lease table have 64 bytes, with words for streams and the shelf, which descriptions name
   3  (2026-11)  links of a backend may speak to each other; a chunk may be told of before its bytes are there
-  4  (2026-11)  one message tells of several chunks, or gives several slots back
+  4  (2026-11)  one message tells of several chunks and brings their headers, or gives several slots back
 
 Imports msgspec, layout and errors.
 """

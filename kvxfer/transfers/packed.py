@@ -235,6 +235,7 @@ class PackedSource:
     ) -> None:
         """Gather into memory of this side and write that into the peer's, `remote`. `ended` is called once and last;
         `coming` before, where the peer's link knows that the bytes are on their way."""
+
         def write(loan: Loan) -> None:
             header, error = b"", self._stopped
             if error is None:
