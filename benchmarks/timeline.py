@@ -40,8 +40,8 @@ WATCHED = {
         "PackedSink": ("__init__", "take", "_scatter", "_unpack", "_give_credit"),
     },
     "kvxfer.transfers.moves": {"InOrder": ("_ended",)},
-    "kvxfer.cuda.mover": {"CudaPackedPlan": ("_prepare",)},
-    "kvxfer.cuda.lanes": {"Lane": ("upload", "finish")},
+    "kvxfer.cuda.mover": {"CudaPackedPlan": ("_ready",)},
+    "kvxfer.cuda.lanes": {"Lane": ("finish",)},
     "kvxfer.backends.nixl": {"NixlLink": ("post", "read")},
     "kvxfer.backends.nccl_link": {"NcclLink": ("post", "read")},
     "kvxfer.backends.nccl_ends": {

@@ -74,6 +74,7 @@ class Cache:
         self._read_only = next((name for name, span in self._spans.items() if not span.writable), "")
         self.blocks = BlockTable(layout)
         self.layout = layout.bind({region: span.address for region, span in self._spans.items()})
+        self.unbound_layout = layout.unbound()  # as peers are told it
         self.bases = kernels.bases([region.address for region in self.layout.regions])
         self.block_bytes = {group.name: layout.block_bytes(group.name) for group in layout.groups}
         self.device = _one_device(layout)

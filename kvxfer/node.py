@@ -372,7 +372,7 @@ class Node:
             lease_table=self._table_handles,
             shelf=self.rings["shelf", "cpu"].handles if ("shelf", "cpu") in self.rings else None,
             caches=tuple(
-                CacheInfo(name=name, layout=cache.layout.unbound(), regions=cache.handles, scales=cache.scales)
+                CacheInfo(name=name, layout=cache.unbound_layout, regions=cache.handles, scales=cache.scales)
                 for name, cache in self.caches.items()
             ),
             reply=reply,

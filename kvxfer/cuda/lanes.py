@@ -1,8 +1,7 @@
 """Lanes: what one transfer at a time needs on a device, kept and used again.
 
-A lane is a stream, a few words in pinned memory, and memory for plan tables and packed chunks that grows and is never
-given back while the lane lives: freeing memory waits for the device, and a stream of the engine's may in turn be
-waiting for this very transfer (`Transfer.wait_on`).
+A lane is a stream, a few words in pinned memory, and memory for tables (tables.py) and packed chunks that grows and is
+never given back while the lane lives.
 """
 
 from __future__ import annotations
@@ -19,19 +18,16 @@ import numpy as np
 
 from kvxfer.cuda.gates import Gate, Gates
 from kvxfer.cuda.native import CudaError, check, native
-from kvxfer.cuda.packed import PreparedCudaPackedPlan
-from kvxfer.cuda.plan import PreparedCudaPlan, prepare
+from kvxfer.cuda.plan import prepare
 from kvxfer.cuda.runtime import DeviceMemory, PinnedMemory, Stream
-from kvxfer.formats import PackedPlan
-from kvxfer.plan import ROW, PlanPart, Segments, TransferPlan
+from kvxfer.cuda.tables import LEAST_BYTES, TableMemory
+from kvxfer.plan import ROW, PlanPart, Segments
 
 _SPIN_US = 200  # a small transfer ends within
 _DOZE_US = 2000  # between two looks for an error of the device
 _DOZE_S = 1.0
 _NAP_US = 5  # between two looks at a word
 _LAUNCHED_AT_ONCE = 6  # lanes for transfers that no thread waits for
-_LEAST_BYTES = 1 << 20
-_IN_PLACE_COPIES = 1024  # tables of up to as many copies are read from pinned memory, without being copied first
 _PRIORITY = -1  # before the engine's kernels: a lane takes few multiprocessors and somebody waits for it
 
 _DONE, _FLAG, _SEEN, _DIGEST = 0, 16, 32, 48  # offsets of a lane's words
@@ -57,12 +53,9 @@ class Lane:
         self._words.array[:] = 0
         self.said = 0  # the value of the done word once everything enqueued so far is done
         self._idle = True
-        self._tables: DeviceMemory | None = None
-        self._pinned: PinnedMemory | None = None
+        self.tables = TableMemory(device)
         self._scratch: DeviceMemory | None = None
-        self.held: PreparedCudaPackedPlan | None = None  # whose tables lie in this lane's memory
-        self.holds_for: object = None
-        self._outgrown: list[DeviceMemory | PinnedMemory] = []
+        self._outgrown: list[DeviceMemory] = []
 
     @property
     def queue(self) -> int:
@@ -70,53 +63,18 @@ class Lane:
         self._idle = False
         return self._stream.address
 
-    def upload(self, prepared: PreparedCudaPlan | PreparedCudaPackedPlan) -> None:
-        """Enqueue a plan's tables into this lane's memory; an earlier plan's are gone."""
-        tables = self._room_for(prepared.table_bytes, _copies_of(prepared.plan))
-        memory = tables or self._pinned.address
-        prepared.upload(stream=self.queue, memory=memory, pinned=self._pinned.array)
-
     def enqueue(
         self, pairing: Any, request: int, copies: int, after: Sequence[int], ending: Ending, *, max_sms: int
     ) -> None:
         """Enqueue all that a request is: the events that it comes after, its tables, its blocks, and what `ending`
         says. `pairing` is the extension's, `request` the address of the pairs of blocks. Raises CudaError."""
-        tables = self._room_for(pairing.table_bytes(request), copies)
+        on_device = self.tables.room_for(pairing.table_bytes(request), copies)
         status = native().enqueue_blocks(
-            pairing, request, self.device, self.queue, max_sms, self._pinned.address, tables, tuple(after),
+            pairing, request, self.device, self.queue, max_sms, self.tables.pinned_address, on_device, tuple(after),
             self._saying(ending),
         )  # fmt: skip
         if status:
             check(status, f"launching a transfer on device {self.device}")
-
-    def has_room(self, nbytes: int, copies: int) -> bool:
-        """Whether tables of so many bytes and copies fit into what the lane has."""
-        pinned = 0 if self._pinned is None else self._pinned.nbytes
-        on_device = 0 if self._tables is None else self._tables.nbytes
-        return nbytes <= (pinned if copies <= _IN_PLACE_COPIES else min(pinned, on_device))
-
-    def _room_for(self, nbytes: int, copies: int) -> int:
-        """Have pinned memory for tables, which takes the place of earlier ones.
-
-        Returns the address of device memory for them, or 0 where they are so short that kernels read pinned memory.
-        """
-        self.held = self.holds_for = None
-        if self._pinned is None or self._pinned.nbytes < nbytes:
-            self._retire(self._pinned)
-            self._pinned = PinnedMemory(max(_LEAST_BYTES, 2 * nbytes), device=self.device)
-        if copies <= _IN_PLACE_COPIES:
-            return 0
-        self._tables = self._grown(self._tables, nbytes)
-        return self._tables.address
-
-    def hold(self, key: object, prepared: PreparedCudaPackedPlan) -> None:
-        """Remember what was uploaded, and for whom, until the next `upload`."""
-        self.held, self.holds_for = prepared, key
-
-    def reserve(self) -> None:
-        """Have memory for the tables and chunks of ordinary transfers."""
-        self._pinned = self._pinned or PinnedMemory(_LEAST_BYTES, device=self.device)
-        self._tables = self._grown(self._tables, _LEAST_BYTES)
 
     def cleared_flag(self) -> int:
         """Address of a 32-bit word that kernels set, now 0."""
@@ -138,7 +96,10 @@ class Lane:
 
     def scratch(self, nbytes: int) -> int:
         """Address of device memory for one packed chunk."""
-        self._scratch = self._grown(self._scratch, nbytes)
+        if self._scratch is None or self._scratch.nbytes < nbytes:
+            if self._scratch is not None:
+                self._outgrown.append(self._scratch)
+            self._scratch = DeviceMemory(max(LEAST_BYTES, 2 * nbytes), device=self.device)
         return self._scratch.address
 
     def wait_for(self, event: int) -> None:
@@ -196,16 +157,6 @@ class Lane:
         opened = (gate.address, gate.value) if gate else (0, 0)
         return ending.lease_word, words + _SEEN, *opened, words + _DONE, self.said
 
-    def _grown(self, memory: DeviceMemory | None, nbytes: int) -> DeviceMemory:
-        if memory is None or memory.nbytes < nbytes:
-            self._retire(memory)
-            return DeviceMemory(max(_LEAST_BYTES, 2 * nbytes), device=self.device)
-        return memory
-
-    def _retire(self, memory: DeviceMemory | PinnedMemory | None) -> None:
-        if memory is not None:
-            self._outgrown.append(memory)
-
 
 class Lanes:
     """The lanes of one device: as many as there are transfers at once; and its gates. Thread-safe."""
@@ -217,6 +168,7 @@ class Lanes:
         self._kept = 0  # lanes for mover threads
         self._made = 0  # lanes that there are
         self._waiting: collections.deque[Callable[[], None]] = collections.deque()
+        self._tables: collections.deque[TableMemory] = collections.deque()  # of packed plans that have ended
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -277,6 +229,17 @@ class Lanes:
         if waiting is not None:
             waiting()
 
+    def take_tables(self) -> TableMemory:
+        """Memory for the tables of a plan that several lanes carry out."""
+        try:
+            return self._tables.pop()
+        except IndexError:
+            return TableMemory(self.device)
+
+    def give_back_tables(self, tables: TableMemory) -> None:
+        """No kernel reads them any more. Any thread, also one that collects garbage: takes no lock."""
+        self._tables.append(tables)
+
     def warm(self, lanes: int) -> None:
         """Make lanes, so many for mover threads and some for who launches without one, and load the kernels that copy:
         the first transfers need not do so then. May wait for the device."""
@@ -285,18 +248,16 @@ class Lanes:
         for part in _one_of_each_width():
             check(part.load_kernels(self.device), f"loading kernels onto device {self.device}")
         self.gates.give_back(_opened(self.gates.take()))
+        while len(self._tables) < lanes + _LAUNCHED_AT_ONCE:
+            tables = TableMemory(self.device)
+            tables.reserve()
+            self._tables.append(tables)
         for _ in range(lanes + _LAUNCHED_AT_ONCE - len(self._free)):
             lane = Lane(self.device)
-            lane.reserve()
+            lane.tables.reserve()
             with self._lock:
                 self._free.append(lane)
                 self._made += 1
-
-
-def _copies_of(plan: TransferPlan | PackedPlan) -> int:
-    """Rows x segments."""
-    plan = getattr(plan, "raw", None) or plan
-    return sum(len(part.rows) * len(part) for part in plan.parts)
 
 
 def _opened(gate: Gate) -> Gate:

@@ -7,6 +7,8 @@ pinned. Each mover thread has a lane of its own, so one chunk is packed while an
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -67,7 +69,7 @@ class CudaPlan:
     def _prepare(self, lane: Lane, src: np.ndarray, dst: np.ndarray) -> PreparedCudaPlan | PreparedCudaPackedPlan:
         kind = PreparedCudaPackedPlan if isinstance(self.plan, PackedPlan) else PreparedCudaPlan
         prepared = kind(self.plan, device=lane.device, src_bases=src, dst_bases=dst)
-        lane.upload(prepared)
+        lane.tables.upload(prepared, stream=lane.queue)
         return prepared
 
 
@@ -77,6 +79,13 @@ class CudaPackedPlan:
     def __init__(self, plan: PackedPlan, lanes: Lanes, *, max_sms: int) -> None:
         self.plan = plan
         self._lanes, self._max_sms = lanes, max_sms
+        self._prepared: dict[str, PreparedCudaPackedPlan] = {}  # to "pack" and to "unpack"
+        self._lock = threading.Lock()
+
+    def get_ready_to_unpack(self, dst_bases: np.ndarray) -> None:
+        """Do what the first `unpack` would do before it launches anything."""
+        with self._lanes.lane() as lane:
+            self._ready(lane, "unpack", dst_bases=dst_bases)
 
     def pack(
         self,
@@ -99,7 +108,7 @@ class CudaPackedPlan:
         With `check`, raises NonFiniteValue for NaN or infinity under a lossy codec.
         """
         with self._lanes.lane() as lane:
-            prepared = self._prepare(lane, src_bases, None)
+            prepared = self._ready(lane, "pack", src_bases=src_bases)
             digest = -(-chunk.wire_bytes // WIRE_ALIGNMENT) * WIRE_ALIGNMENT  # behind the packed bytes
             scratch = lane.scratch(WIRE_ALIGNMENT if wire_on_gpu else digest + WIRE_ALIGNMENT)
             packed, digest = (wire, scratch) if wire_on_gpu else (scratch, scratch + digest)
@@ -121,17 +130,21 @@ class CudaPackedPlan:
     ) -> None:
         """The packed bytes at address `wire`, as `pack` left them, to destination blocks."""
         with self._lanes.lane() as lane:
-            prepared, packed = self._prepare(lane, None, dst_bases), wire
+            prepared, packed = self._ready(lane, "unpack", dst_bases=dst_bases), wire
             if not wire_on_gpu:
                 packed = lane.scratch(chunk.wire_bytes)
                 copy_bytes(packed, wire, chunk.wire_bytes, device=lane.device, stream=lane.queue)
             prepared.unpack(chunk, packed, stream=lane.queue, max_sms=self._max_sms)
 
-    def _prepare(self, lane: Lane, src: np.ndarray | None, dst: np.ndarray | None) -> PreparedCudaPackedPlan:
-        """The plan with its tables in the lane's memory; a chunk after another of the same plan finds them there."""
-        key = self, src is not None
-        if lane.holds_for != key:
-            prepared = PreparedCudaPackedPlan(self.plan, device=lane.device, src_bases=src, dst_bases=dst)
-            lane.upload(prepared)
-            lane.hold(key, prepared)
-        return lane.held
+    def _ready(self, lane: Lane, side: str, **bases: np.ndarray) -> PreparedCudaPackedPlan:
+        """The plan with its tables on the device. The first caller sees to that, on its lane, and the others wait."""
+        with self._lock:
+            prepared = self._prepared.get(side)
+            if prepared is None:
+                prepared = PreparedCudaPackedPlan(self.plan, device=lane.device, **bases)
+                tables = self._lanes.take_tables()
+                weakref.finalize(self, self._lanes.give_back_tables, tables)  # each launch is waited for, see above
+                tables.upload(prepared, stream=lane.queue)
+                lane.finish()
+                self._prepared[side] = prepared
+        return prepared

@@ -71,7 +71,7 @@ class CudaPairing:
 
     def has_room(self, request: Request, lane: Lane) -> bool:
         """Whether the lane has memory for the tables of a request."""
-        return lane.has_room(self._native.table_bytes(request.table), request.copies)
+        return lane.tables.has_room(self._native.table_bytes(request.table), request.copies)
 
     def launch(self, request: Request, lane: Lane, *, after: Sequence[int], ending: Ending) -> Flight:
         """Enqueue a request on a lane that was taken, behind the events `after` (CUDA's handles).

@@ -103,7 +103,7 @@ class PackedPlan:
             first = 0
             while first < len(part):
                 limit = part.packed_start(first) + max_bytes
-                last = max(first + 1, int(np.searchsorted(part.wire_start, limit, side="right")) - 1)
+                last = max(first + 1, int(part.wire_start.searchsorted(limit, "right")) - 1)
                 size = part.packed_start(last) - part.packed_start(first)
                 yield Chunk(part=number, first=first, count=last - first, wire_bytes=size)
                 first = last
@@ -354,7 +354,8 @@ def _part(rows: _Rows, segments: Segments) -> PackedPart:
         cache += count * vectors * src_codec.vector_bytes(dim)
     starts = np.zeros(len(index) + 1, np.int64)
     np.cumsum(wire[index], out=starts[1:])
-    return PackedPart(rows=rows.table, segments=segments, wire_start=starts, nbytes=int(cache[index].sum()))
+    nbytes = int(cache @ np.bincount(index, minlength=len(shapes)))
+    return PackedPart(rows=rows.table, segments=segments, wire_start=starts, nbytes=nbytes)
 
 
 def _align(sizes: np.ndarray) -> np.ndarray:

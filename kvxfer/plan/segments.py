@@ -70,12 +70,18 @@ def _blocks(
         return Segments(src_block=src[len(src) - count :], dst_block=dst[len(dst) - count :])
     if start >= tokens:
         return None
+    end = -(-tokens // max(tile, 1)) * max(tile, 1)
+    if src_size == dst_size and start % src_size == 0:
+        count = -(-(tokens - start) // src_size)
+        zero, spans = np.zeros(count, np.int32), np.full(count, src_size, np.int32)
+        spans[-1] = end - start - (count - 1) * src_size
+        src, dst = src[(start - src_first) // src_size :], dst[(start - dst_first) // dst_size :]
+        return Segments(src_block=src[:count], dst_block=dst[:count], src_token=zero, dst_token=zero, tokens=spans)
     begin = np.arange(-(-start // src_size) * src_size, tokens, src_size)
     if src_size != dst_size:
         begin = np.union1d(begin, np.arange(-(-start // dst_size) * dst_size, tokens, dst_size))
     if not len(begin) or begin[0] != start:
         begin = np.concatenate(([start], begin))
-    end = -(-tokens // max(tile, 1)) * max(tile, 1)
     return Segments(
         src_block=src[(begin - src_first) // src_size],
         dst_block=dst[(begin - dst_first) // dst_size],

@@ -121,7 +121,7 @@ class TransferPlan:
         if part.wire_start is None:
             return min(len(part), first + max(1, max_bytes // part.wire_bytes))
         limit = part.packed_start(first) + max_bytes
-        return max(first + 1, int(np.searchsorted(part.wire_start, limit, side="right")) - 1)
+        return max(first + 1, int(part.wire_start.searchsorted(limit, "right")) - 1)
 
     def runs(self, src_bases: np.ndarray, dst_bases: np.ndarray) -> np.ndarray:
         """The plan as flat runs, uint64 ``[n, 3]`` of source address, destination address, bytes.
@@ -151,12 +151,15 @@ def _run_count(part: PlanPart) -> int:
 
 def distinct(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The distinct values, and the index of each value among them: `np.unique`, fast where neighbours are equal."""
-    starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
+    starts = np.flatnonzero(values[1:] != values[:-1]) + 1
+    if not len(starts):
+        return values[:1], np.zeros(len(values), np.intp)
     if 2 * len(starts) > len(values):
         found, index = np.unique(values, return_inverse=True)
         return found, index
-    found, index = np.unique(values[starts], return_inverse=True)
-    return found, np.repeat(index, np.diff(starts, append=len(values)))
+    bounds = np.concatenate(([0], starts, [len(values)]))
+    found, index = np.unique(values[bounds[:-1]], return_inverse=True)
+    return found, np.repeat(index, bounds[1:] - bounds[:-1])
 
 
 def together(chunks: Iterable[Chunk], max_bytes: int) -> Iterator[list[Chunk]]:

@@ -95,6 +95,9 @@ class PullLeg:
                 offer=offer(self._node, loan, self._fetch.wire),
             )
         )
+        if self._cache.device != "cpu":  # while the other side makes its plan
+            bases = self._cache.bases
+            self._node.pool.submit(lambda: self._fetch.attempt(lambda: self._leg.plan.get_ready_to_unpack(bases)))
 
     def handle(self, message: Message) -> None:
         try:
@@ -191,7 +194,7 @@ def _join_for(peer: Peer, cache: Cache, pull: Pull, remote: RemoteCache) -> Pack
             if told is None or not 0 <= told.index < len(told.layouts):
                 raise InvalidRequest("the pull names sources that were not told, or make no sense")
             layouts, index, first = told.layouts, told.index, told.first
-            if layouts[index] != cache.layout.unbound():
+            if layouts[index] != cache.unbound_layout:
                 raise InvalidRequest(f"layout {index} of the sources is not that of cache {cache.name!r}")
         joins = join_packed(
             layouts,

@@ -162,7 +162,9 @@ def look_on_shelf(
     `counts` are the publisher's blocks in each group.
     """
     remote = source.cache
-    if node.checksums or remote.layout != cache.layout.unbound() or remote.scales != cache.scales:
+    if published.shelf_offset is None or node.checksums:
+        return None
+    if remote.layout != cache.unbound_layout or remote.scales != cache.scales:
         return None
     found = source.peer.table.shelved(published.shelf_offset, HEADER_BYTES)
     if found is None or found.header != _header(str(plan.wire)):

@@ -9,6 +9,7 @@ Imports base.py (for the registered memory) and errors. Thread-safe.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import threading
 from collections.abc import Callable
@@ -69,7 +70,7 @@ class StagingRing:
         self.memory, self.handles, self.device = memory, handles, device
         self.nbytes = memory.nbytes
         self._unit = unit_bytes
-        self._free = [True] * (memory.nbytes // unit_bytes)
+        self._free = [(0, memory.nbytes // unit_bytes)]  # runs of units: first and end, in order, never touching
         self._waiting: collections.deque[tuple[int, int, Callable[[Loan], None], object]] = collections.deque()
         self._lock = threading.Lock()
 
@@ -104,17 +105,23 @@ class StagingRing:
 
     def give_back(self, loan: Loan) -> None:
         """The buffers may be lent again."""
+        first = loan.offset // self._unit
+        end = first + loan.nbytes // self._unit
         with self._lock:
-            first = loan.offset // self._unit
-            for index in range(first, first + loan.nbytes // self._unit):
-                self._free[index] = True
+            at = bisect.bisect(self._free, (first, end))
+            if at < len(self._free) and self._free[at][0] == end:
+                end = self._free.pop(at)[1]
+            if at and self._free[at - 1][1] == first:
+                at -= 1
+                first = self._free.pop(at)[0]
+            self._free.insert(at, (first, end))
         self._lend()
 
     @property
     def lent_bytes(self) -> int:
         """Bytes that are lent now."""
         with self._lock:
-            return self._unit * self._free.count(False)
+            return self.nbytes - self._unit * sum(end - first for first, end in self._free)
 
     @property
     def waiting(self) -> int:
@@ -136,12 +143,13 @@ class StagingRing:
 
     def _find(self, slot_bytes: int, slots: int) -> Loan | None:
         """The first run of free units that holds the most slots, down to one."""
-        for count in range(slots, 0, -1):
-            needed, run = slot_bytes * count // self._unit, 0
-            for index, free in enumerate(self._free):
-                run = run + 1 if free else 0
-                if run == needed:
-                    first = index - needed + 1
-                    self._free[first : index + 1] = [False] * needed
-                    return Loan(ring=self, offset=first * self._unit, slot_bytes=slot_bytes, slots=count)
-        return None
+        units = slot_bytes // self._unit
+        most = min(slots, max((end - first for first, end in self._free), default=0) // units)
+        if not most:
+            return None
+        at, (first, end) = next(
+            (at, run) for at, run in enumerate(self._free) if run[1] - run[0] >= most * units
+        )
+        taken = first + most * units
+        self._free[at : at + 1] = [(taken, end)] if taken < end else []
+        return Loan(ring=self, offset=first * self._unit, slot_bytes=slot_bytes, slots=most)
