@@ -97,6 +97,7 @@ class PreparedPackedPlan:
 
     def __init__(self, plan: PackedPlan) -> None:
         self.plan = plan
+        self.launches = False  # calls return when the last byte is written
         self._raw = None if plan.raw is None else PreparedPlan(plan.raw)
         self._parts = [_prepare_packed(part) for part in plan.parts]
 

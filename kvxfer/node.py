@@ -52,6 +52,7 @@ from kvxfer.progress import MoverPool, ProgressThread, Timer
 from kvxfer.transfers.staging import (
     CHUNK_BYTES,
     GPU_CHUNK_BYTES,
+    GPU_SLOTS,
     GPU_STAGING_BYTES,
     SLOTS,
     STAGING_BYTES,
@@ -89,7 +90,7 @@ class Limits:
     """Bounds and periods of a connector. Bytes and seconds.
 
     `staging_bytes` and `chunk_bytes` are for packed transfers; None stands for 64 MiB and 4 MiB in host memory, and for
-    256 MiB and 32 MiB in a GPU's (chunks: an eighth of the staging where that is less).
+    512 MiB and 32 MiB in a GPU's (chunks: an eighth of the staging, or in a GPU's a sixteenth, where that is less).
     """
 
     lease_slots: int = 4096
@@ -123,8 +124,8 @@ class Limits:
 
     def chunk_on(self, device: str) -> int:
         """Bytes of a packed chunk on a device: by default no more than the staging has room for several times."""
-        usual = CHUNK_BYTES if device == "cpu" else GPU_CHUNK_BYTES
-        return self.chunk_bytes or min(usual, max(UNIT_BYTES, self.staging_on(device) // SLOTS))
+        usual, slots = (CHUNK_BYTES, SLOTS) if device == "cpu" else (GPU_CHUNK_BYTES, GPU_SLOTS)
+        return self.chunk_bytes or min(usual, max(UNIT_BYTES, self.staging_on(device) // slots))
 
 
 class Node:

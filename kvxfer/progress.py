@@ -138,7 +138,10 @@ class ProgressThread:
         For operations that no file descriptor reports. The pauses grow while nothing ends, so that a long operation
         costs little and a short one is seen soon. From any thread; dropped after `close`.
         """
-        self.post(lambda: self._await((poll, then)))
+        if self.is_current and not self._closing:
+            self._await((poll, then))
+        else:
+            self.post(lambda: self._await((poll, then)))
 
     def _await(self, entry: tuple[Callable[[], bool], Callable[[BaseException | None], None]]) -> None:
         if not self._awaited and time.monotonic() - self._seen_at > self._pause_s:

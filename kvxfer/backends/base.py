@@ -117,6 +117,7 @@ class Link(abc.ABC):
     one_sided: bool  # whether `post` works with this peer: found out by trying when the link was made
     why_not_one_sided: str = ""
     one_sided_devices: frozenset[str] = frozenset({"cpu"})  # where memory may lie that `post` moves
+    posts_at_once = False  # whether `post` takes some microseconds and no more, so that any thread may call it
 
     @abc.abstractmethod
     def open(self, handle: bytes, nbytes: int) -> RemoteRegion:

@@ -51,6 +51,7 @@ class NcclLink(Link):
     """One peer: a channel for what this side writes, one for what it takes, and questions about host memory."""
 
     one_sided = False
+    posts_at_once = True
     why_not_one_sided = "NCCL moves bytes only where both ends take part"
 
     def __init__(self, backend: NcclBackend, hello: Hello, host: Link | None) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from kvxfer.cuda.conveyor import Conveyor
 from kvxfer.cuda.gates import Gate, Gates
 from kvxfer.cuda.native import CudaError, check, native
 from kvxfer.cuda.plan import prepare
@@ -114,18 +115,30 @@ class Lane:
         if self._idle and ending is None:
             return
         ending = ending or Ending()
-        status = native().report(self.device, self._stream.address, *self._saying(ending))
-        check(status, "launching the end of a transfer")
+        self.report(ending)
         while not self.await_said(self.said, _DOZE_S):
             pass
         self.take_down(ending)
+
+    def report(self, ending: Ending | None = None) -> None:
+        """Enqueue what says that everything before is done (`said`), and what `ending` asks for."""
+        status = native().report(self.device, self._stream.address, *self._saying(ending or Ending()))
+        check(status, "launching the end of a transfer")
+
+    def has_said(self, said: int) -> bool:
+        """Whether what was enqueued when `said` was that is done. Any thread."""
+        return native().await_word(self._words.address + _DONE, said, 0, 0)
+
+    def check(self) -> None:
+        """CudaError where the device has failed."""
+        check(native().stream_error(self.device, self._stream.address), "moving blocks")
 
     def await_said(self, said: int, timeout_s: float, *, nap_us: int = 0) -> bool:
         """Whether what was enqueued when `said` was that is done, for which it waits up to so long: spins for a moment
         and then sleeps, or with `nap_us` sleeps so long between looks. Any thread, also one that comes when the lane is
         used for something else. Raises CudaError where it has failed."""
         word, left_us = self._words.address + _DONE, int(timeout_s * 1e6)
-        if native().await_word(word, said, 0, 0):
+        if self.has_said(said):
             return True
         spin_us = 0 if nap_us else min(_SPIN_US, left_us)
         while left_us > 0:
@@ -134,9 +147,11 @@ class Lane:
                 return True
             left_us -= spin_us + doze_us
             spin_us = 0
-            status = native().stream_error(self.device, self._stream.address)
-            if status and not native().await_word(word, said, 0, 0):
-                check(status, "moving blocks")
+            try:
+                self.check()
+            except CudaError:
+                if not self.has_said(said):
+                    raise
         return False
 
     def take_down(self, ending: Ending) -> None:
@@ -164,6 +179,7 @@ class Lanes:
     def __init__(self, device: int) -> None:
         self.device = device
         self.gates = Gates(device)
+        self.conveyor = Conveyor(lambda: Lane(device))
         self._free: list[Lane] = []
         self._kept = 0  # lanes for mover threads
         self._made = 0  # lanes that there are
@@ -229,8 +245,18 @@ class Lanes:
         if waiting is not None:
             waiting()
 
-    def take_tables(self) -> TableMemory:
-        """Memory for the tables of a plan that several lanes carry out."""
+    def take_tables(self, nbytes: int, copies: int, *, at_hand: bool = False) -> TableMemory | None:
+        """Memory for the tables of a plan that several lanes carry out, if there is some with room for them; else, and
+        not with `at_hand`, some that has to grow, for which the device may have to be waited for."""
+        found = None
+        for _ in range(len(self._tables)):
+            with contextlib.suppress(IndexError):  # another thread has taken the last
+                found = self._tables.pop()
+                if found.has_room(nbytes, copies):
+                    return found
+                self._tables.appendleft(found)
+        if at_hand:
+            return None
         try:
             return self._tables.pop()
         except IndexError:
@@ -248,6 +274,7 @@ class Lanes:
         for part in _one_of_each_width():
             check(part.load_kernels(self.device), f"loading kernels onto device {self.device}")
         self.gates.give_back(_opened(self.gates.take()))
+        self.conveyor.reserve()
         while len(self._tables) < lanes + _LAUNCHED_AT_ONCE:
             tables = TableMemory(self.device)
             tables.reserve()

@@ -1,6 +1,7 @@
 """Plans carried out on a GPU, by mover threads: each call returns when its last byte is written.
 
-Waiting here holds up nobody, and the GIL is free. `CudaPlan` moves blocks to blocks, of caches of one format or of two;
+Waiting here holds up nobody, and the GIL is free. What is called `launch_...` is for the progress thread: it returns at
+once, with an operation to look at. `CudaPlan` moves blocks to blocks, of caches of one format or of two;
 `CudaPackedPlan` moves blocks to and from packed bytes in host memory, which is asynchronous where that memory is
 pinned. Each mover thread has a lane of its own, so one chunk is packed while another one crosses to the host.
 """
@@ -13,11 +14,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from kvxfer.cuda.conveyor import Launched
 from kvxfer.cuda.digest import checksum_on_device
 from kvxfer.cuda.lanes import Ending, Lane, Lanes
 from kvxfer.cuda.packed import PreparedCudaPackedPlan
 from kvxfer.cuda.plan import PreparedCudaPlan
 from kvxfer.cuda.runtime import copy_bytes
+from kvxfer.cuda.tables import TableMemory, copies_of
 from kvxfer.formats import Checksum, ChecksumKind, PackedPlan
 from kvxfer.formats.wire import not_finite
 from kvxfer.plan import WIRE_ALIGNMENT, Chunk, TransferPlan, together
@@ -78,14 +81,54 @@ class CudaPackedPlan:
 
     def __init__(self, plan: PackedPlan, lanes: Lanes, *, max_sms: int) -> None:
         self.plan = plan
+        self.launches = True  # has `launch_pack` and `launch_unpack`
         self._lanes, self._max_sms = lanes, max_sms
-        self._prepared: dict[str, PreparedCudaPackedPlan] = {}  # to "pack" and to "unpack"
+        self._made: dict[str, PreparedCudaPackedPlan] = {}  # to "pack" and to "unpack"
+        self._prepared: dict[str, PreparedCudaPackedPlan] = {}  # of these, those whose tables are on the device,
+        self._uploads: list[Launched] = []  # or on the way there: before what the conveyor launches, and no other
         self._lock = threading.Lock()
 
-    def get_ready_to_unpack(self, dst_bases: np.ndarray) -> None:
-        """Do what the first `unpack` would do before it launches anything."""
+    def get_ready(self, side: str, bases: np.ndarray) -> None:
+        """Do what the first "pack" or "unpack" would do before it launches anything. Mover thread."""
         with self._lanes.lane() as lane:
-            self._ready(lane, "unpack", dst_bases=dst_bases)
+            self._ready(lane, side, bases)
+
+    def is_ready(self, side: str, bases: np.ndarray) -> bool:
+        """Whether `launch_pack` or `launch_unpack` may be called; sees to it where nothing has to be waited for."""
+        if side in self._prepared:
+            return True
+        if not self._lock.acquire(blocking=False):  # a mover thread is at it
+            return False
+        try:
+            prepared = self._tables_of(side, bases)
+            room = prepared.table_bytes, copies_of(self.plan)
+            tables = self._lanes.take_tables(*room, at_hand=True)
+            if tables is None:
+                return False
+            self._keep(tables)
+            upload = self._lanes.conveyor.before_all(lambda stream: tables.upload(prepared, stream=stream))
+            self._uploads.append(upload)
+            self._prepared[side] = prepared
+        finally:
+            self._lock.release()
+        return True
+
+    def launch_pack(self, chunk: Chunk, wire: int, *, check: bool = True) -> Launched:
+        """`pack` into memory that this GPU reaches, without waiting for it. Raises CudaError; so does the operation,
+        and with `check` NonFiniteValue."""
+        prepared, most = self._prepared["pack"], self._max_sms
+        converts = self.plan.raw is None
+        return self._lanes.conveyor.launch(
+            lambda stream, flag: prepared.pack(chunk, wire, stream=stream, max_sms=most, nonfinite=flag),
+            flagged=(lambda: not_finite(self.plan.wire, "vectors of this chunk")) if check and converts else None,
+        )
+
+    def launch_unpack(self, chunk: Chunk, wire: int) -> Launched:
+        """`unpack` from memory of this GPU, without waiting for it. Raises CudaError; so does the operation."""
+        prepared, most = self._prepared["unpack"], self._max_sms
+        return self._lanes.conveyor.launch(
+            lambda stream, _: prepared.unpack(chunk, wire, stream=stream, max_sms=most)
+        )
 
     def pack(
         self,
@@ -108,7 +151,7 @@ class CudaPackedPlan:
         With `check`, raises NonFiniteValue for NaN or infinity under a lossy codec.
         """
         with self._lanes.lane() as lane:
-            prepared = self._ready(lane, "pack", src_bases=src_bases)
+            prepared = self._ready(lane, "pack", src_bases)
             digest = -(-chunk.wire_bytes // WIRE_ALIGNMENT) * WIRE_ALIGNMENT  # behind the packed bytes
             scratch = lane.scratch(WIRE_ALIGNMENT if wire_on_gpu else digest + WIRE_ALIGNMENT)
             packed, digest = (wire, scratch) if wire_on_gpu else (scratch, scratch + digest)
@@ -130,21 +173,34 @@ class CudaPackedPlan:
     ) -> None:
         """The packed bytes at address `wire`, as `pack` left them, to destination blocks."""
         with self._lanes.lane() as lane:
-            prepared, packed = self._ready(lane, "unpack", dst_bases=dst_bases), wire
+            prepared, packed = self._ready(lane, "unpack", dst_bases), wire
             if not wire_on_gpu:
                 packed = lane.scratch(chunk.wire_bytes)
                 copy_bytes(packed, wire, chunk.wire_bytes, device=lane.device, stream=lane.queue)
             prepared.unpack(chunk, packed, stream=lane.queue, max_sms=self._max_sms)
 
-    def _ready(self, lane: Lane, side: str, **bases: np.ndarray) -> PreparedCudaPackedPlan:
+    def _ready(self, lane: Lane, side: str, bases: np.ndarray) -> PreparedCudaPackedPlan:
         """The plan with its tables on the device. The first caller sees to that, on its lane, and the others wait."""
         with self._lock:
-            prepared = self._prepared.get(side)
-            if prepared is None:
-                prepared = PreparedCudaPackedPlan(self.plan, device=lane.device, **bases)
-                tables = self._lanes.take_tables()
-                weakref.finalize(self, self._lanes.give_back_tables, tables)  # each launch is waited for, see above
+            if side not in self._prepared:
+                prepared = self._tables_of(side, bases)
+                tables = self._lanes.take_tables(prepared.table_bytes, copies_of(self.plan))
+                self._keep(tables)
                 tables.upload(prepared, stream=lane.queue)
                 lane.finish()
                 self._prepared[side] = prepared
-        return prepared
+            while self._uploads:
+                if self._uploads[-1].poll():
+                    self._uploads.pop()
+            return self._prepared[side]
+
+    def _tables_of(self, side: str, bases: np.ndarray) -> PreparedCudaPackedPlan:
+        """What the tables hold, made once."""
+        if side not in self._made:
+            given = {"src_bases" if side == "pack" else "dst_bases": bases}
+            self._made[side] = PreparedCudaPackedPlan(self.plan, device=self._lanes.device, **given)
+        return self._made[side]
+
+    def _keep(self, tables: TableMemory) -> None:
+        """For as long as this plan lives: each of its launches has been waited for by then."""
+        weakref.finalize(self, self._lanes.give_back_tables, tables)

@@ -57,7 +57,7 @@ class TableMemory:
 
     def upload(self, prepared: PreparedCudaPlan | PreparedCudaPackedPlan, *, stream: int) -> None:
         """Enqueue a plan's tables into this memory; an earlier plan's are gone."""
-        on_device = self.room_for(prepared.table_bytes, _copies_of(prepared.plan))
+        on_device = self.room_for(prepared.table_bytes, copies_of(prepared.plan))
         memory = on_device or self._pinned.address
         prepared.upload(stream=stream, memory=memory, pinned=self._pinned.array)
 
@@ -66,7 +66,7 @@ class TableMemory:
             self._outgrown.append(memory)
 
 
-def _copies_of(plan: TransferPlan | PackedPlan) -> int:
+def copies_of(plan: TransferPlan | PackedPlan) -> int:
     """Rows x segments."""
     plan = getattr(plan, "raw", None) or plan
     return sum(len(part.rows) * len(part) for part in plan.parts)

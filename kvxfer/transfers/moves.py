@@ -158,11 +158,22 @@ class InOrder:
             await_operation(self._node, operation, self._ended)
 
     def _ended(self, error: KvxferError | None) -> None:
-        """The oldest has ended; progress thread."""
-        with self._lock:
-            operation, then = self._waiting.popleft()
-            following = self._waiting[0][0] if self._waiting else None
-        self._node.under_way.discard(operation)
-        if following is not None:
-            await_operation(self._node, following, self._ended)
-        then(error)
+        """The oldest has ended; progress thread. Those behind it that have ended as well are seen at once."""
+        ended = []
+        while True:
+            with self._lock:
+                operation, then = self._waiting.popleft()
+                following = self._waiting[0][0] if self._waiting else None
+            self._node.under_way.discard(operation)
+            ended.append((then, error))
+            if following is None:
+                break
+            error = None
+            try:
+                if not following.poll():
+                    await_operation(self._node, following, self._ended)
+                    break
+            except Exception as failure:
+                error = as_kvxfer_error(failure)
+        for then, error in ended:
+            then(error)

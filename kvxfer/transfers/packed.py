@@ -8,7 +8,9 @@ same chunks; a chunk is named by its stage (one for the whole plan, or one a lay
 Staging that is mapped is gathered into in place. Where the backend gives it no address here, a chunk is gathered into
 the outbox of this side and written from there with one operation.
 
-State lives on the progress thread; kernels run on mover threads. Imports kernels, staging, moves, control/messages.
+State lives on the progress thread. The CPU's kernels run on mover threads; what a GPU packs and unpacks in its own
+memory the progress thread launches, and looks at like at an operation of a backend. Imports kernels, staging, moves,
+control/messages.
 """
 
 from __future__ import annotations
@@ -30,13 +32,16 @@ from kvxfer.kernels import PreparedPackedPlan
 from kvxfer.peers.remote import Peer, RemoteCache
 from kvxfer.plan import Chunk
 from kvxfer.transfers.moves import InOrder
-from kvxfer.transfers.staging import SLOTS, Loan, StagingRing
+from kvxfer.transfers.staging import GPU_SLOTS, SLOTS, Loan, StagingRing
 from kvxfer.transfers.transfer import Transfer
 from kvxfer.transfers.workers import ChunkWorkers, workers_for
 
 if TYPE_CHECKING:
     from kvxfer.cache import Cache
     from kvxfer.node import Node
+
+
+_LAUNCHED_AT_ONCE = 2  # chunks, by one call on the progress thread: a GPU has enough to do meanwhile
 
 
 def staging_for(node: Node, peer: Peer, cache: Cache, remote: RemoteCache) -> StagingRing:
@@ -61,7 +66,7 @@ def borrow(
     total = sum(plan.plan.wire_bytes for plan in stages)
     largest = max((plan.plan.largest_segment_bytes for plan in stages), default=0)
     slot_bytes = max(largest, min(node.limits.chunk_on(ring.device), ring.nbytes, total))
-    slots = min(SLOTS, -(-total // slot_bytes) + 1)
+    slots = min(SLOTS if ring.device == "cpu" else GPU_SLOTS, -(-total // slot_bytes) + 1)
     line = ring.borrow(slot_bytes, slots, lambda loan: node.progress.post(lambda: granted(loan)))
     return functools.partial(ring.forget, line)
 
@@ -107,7 +112,7 @@ class PackedSource:
         if offer.offset + offer.slots * offer.slot_bytes > staging.nbytes:
             raise BackendError(f"the peer lends staging beyond its {staging.nbytes} bytes")
         self._outbox: StagingRing | None = None
-        self._writes = InOrder(node)
+        self._packs, self._writes = InOrder(node), InOrder(node)
         if staging.mapped_address is None:
             self._outbox = node.ring("outbox", cache.device if offer.on_gpu else "cpu")
             if offer.slot_bytes > self._outbox.nbytes:
@@ -119,6 +124,8 @@ class PackedSource:
         self._stages = stages
         self._src_bases = cache.bases
         self._staging, self._offer = staging, offer
+        # Whether a GPU packs by itself what this thread launches, or mover threads do.
+        self._launches = offer.on_gpu and not offer.checksums and all(stage.launches for stage in stages)
         self._written: Callable[[KvxferError | None], None] | None = written
         # The one given back longest ago is used first: what the other end has just read is in its processor's caches,
         # and to take line by line from there costs several times what the copy does.
@@ -135,6 +142,22 @@ class PackedSource:
 
     def queue_stage(self, stage: int) -> None:
         """The stage's bytes are there: gather it."""
+        if self._launches and not self._stages[stage].is_ready("pack", self._src_bases):
+            self._node.pool.submit(lambda: self._get_ready(stage))
+        else:
+            self._enqueue(stage)
+
+    def _get_ready(self, stage: int) -> None:
+        """Have on the GPU what launches need. Mover thread."""
+        try:
+            self._stages[stage].get_ready("pack", self._src_bases)
+        except Exception as failure:
+            error = as_kvxfer_error(failure)
+            self._node.progress.post(lambda: self.stop(error))
+        else:
+            self._node.progress.post(lambda: self._enqueue(stage))
+
+    def _enqueue(self, stage: int) -> None:
         self._unqueued -= 1
         chunks = self._stages[stage].plan.chunks(self._offer.slot_bytes)
         with self._lock:
@@ -164,7 +187,15 @@ class PackedSource:
 
     def _advance(self) -> None:
         self._announce()
-        self._workers.wake()
+        if self._launches:
+            for _ in range(_LAUNCHED_AT_ONCE):
+                if (gather := self._take()) is None:
+                    break
+                gather()
+            else:  # the others after a look at what has ended or come in
+                self._node.progress.post(self._advance)
+        else:
+            self._workers.wake()
         with self._lock:
             finished = not self._queue and not self._under_way and (self._stopped is not None or not self._unqueued)
         if finished and self._written is not None:
@@ -180,10 +211,8 @@ class PackedSource:
             return functools.partial(self._gather, self._free.popleft(), *self._queue.popleft())
 
     def _gather(self, slot: int, stage: int, index: int, chunk: Chunk) -> None:
-        """Mover thread."""
-        at = self._offer.offset + slot * self._offer.slot_bytes
-
-        told = False
+        """A chunk into a slot. Mover thread, or the progress thread where a GPU packs by itself."""
+        at, told = self._offer.offset + slot * self._offer.slot_bytes, False
 
         def placed(header: bytes, announced: int) -> Placed:
             return Placed(stage, index, slot, header, announced)
@@ -204,7 +233,7 @@ class PackedSource:
                 self._node.progress.post(self._advance)
 
         if self._outbox is None:
-            ended(*self._try_to_pack(stage, index, chunk, self._staging.mapped_address + at))
+            self._pack(stage, index, chunk, self._staging.mapped_address + at, ended)
         else:
             self._through_outbox(stage, index, chunk, self._staging.remote_address + at, coming, ended)
 
@@ -236,55 +265,84 @@ class PackedSource:
         """Gather into memory of this side and write that into the peer's, `remote`. `ended` is called once and last;
         `coming` before, where the peer's link knows that the bytes are on their way."""
 
-        def write(loan: Loan) -> None:
-            header, error = b"", self._stopped
-            if error is None:
-                header, error = self._try_to_pack(stage, index, chunk, loan.address())
-            if error is None:
-                try:
-                    run = np.array([[loan.address(), remote, chunk.wire_bytes]], np.uint64)
-                    operation = self._peer.link.post(Direction.WRITE, run)
-                    if operation.announced:
-                        coming(header, operation.announced)
-                    if not operation.poll():
-                        self._writes.add(operation, lambda failure: written(loan, header, failure))
-                        return
-                except Exception as failure:
-                    error = as_kvxfer_error(failure)
-            written(loan, header, error)
+        def pack(loan: Loan) -> None:
+            if self._stopped is not None:
+                written(loan, b"", self._stopped)
+                return
+
+            def packed(header: bytes, error: KvxferError | None) -> None:
+                if error is not None:
+                    written(loan, header, error)
+                elif self._node.progress.is_current and not self._peer.link.posts_at_once:
+                    self._node.pool.submit(lambda: write(loan, header))
+                else:
+                    write(loan, header)
+
+            self._pack(stage, index, chunk, loan.address(), packed)
+
+        def write(loan: Loan, header: bytes) -> None:
+            try:
+                run = np.array([[loan.address(), remote, chunk.wire_bytes]], np.uint64)
+                operation = self._peer.link.post(Direction.WRITE, run)
+                if operation.announced:
+                    coming(header, operation.announced)
+                if not operation.poll():
+                    self._writes.add(operation, lambda failure: written(loan, header, failure))
+                    return
+            except Exception as failure:
+                written(loan, header, as_kvxfer_error(failure))
+            else:
+                written(loan, header, None)
 
         def written(loan: Loan, header: bytes, error: KvxferError | None) -> None:
             loan.give_back()
             ended(header, error)
 
+        def granted(loan: Loan) -> None:
+            if self._launches:
+                self._node.progress.post(lambda: pack(loan))
+            else:
+                self._node.pool.submit(lambda: pack(loan))
+
         loan = self._outbox.borrow_now(chunk.wire_bytes)
         if loan is not None:
-            write(loan)
+            pack(loan)
         else:  # behind others, who may be waiting for peers
-            self._outbox.borrow(chunk.wire_bytes, 1, lambda loan: self._node.pool.submit(lambda: write(loan)))
+            self._outbox.borrow(chunk.wire_bytes, 1, granted)
 
-    def _try_to_pack(self, stage: int, index: int, chunk: Chunk, address: int) -> tuple[bytes, KvxferError | None]:
-        """Pack, and say what went wrong: whatever it is, the peer waits to hear. Mover thread."""
-        try:
-            return self._pack(stage, index, chunk, address), None
-        except Exception as failure:
-            return b"", as_kvxfer_error(failure)
-
-    def _pack(self, stage: int, index: int, chunk: Chunk, address: int) -> bytes:
-        """A chunk to `address`; returns its header. Mover thread."""
+    def _pack(
+        self,
+        stage: int,
+        index: int,
+        chunk: Chunk,
+        address: int,
+        then: Callable[[bytes, KvxferError | None], None],
+    ) -> None:
+        """A chunk to `address`. `then` is called once, here or on the progress thread, with the chunk's header or with
+        what went wrong: whatever it is, the peer waits to hear."""
         prepared = self._stages[stage]
-        on_gpu = self._offer.on_gpu if self._outbox is None else self._outbox.device != "cpu"
-        made = prepared.pack(
-            chunk,
-            self._src_bases,
-            address,
-            threads=self._node.limits.copy_threads,
-            check=self._node.check_finite,
-            summed=self._offer.checksums,
-            past_caches=self._outbox is None,
-            wire_on_gpu=on_gpu,
-        )
-        return prepared.plan.header(index, chunk, made).encode()
+        try:
+            if self._launches:
+                header = prepared.plan.header(index, chunk).encode()
+                packed = prepared.launch_pack(chunk, address, check=self._node.check_finite)
+                self._packs.add(packed, lambda error: then(header, error))
+                return
+            on_gpu = self._offer.on_gpu if self._outbox is None else self._outbox.device != "cpu"
+            made = prepared.pack(
+                chunk,
+                self._src_bases,
+                address,
+                threads=self._node.limits.copy_threads,
+                check=self._node.check_finite,
+                summed=self._offer.checksums,
+                past_caches=self._outbox is None,
+                wire_on_gpu=on_gpu,
+            )
+            header = prepared.plan.header(index, chunk, made).encode()
+        except Exception as failure:
+            then(b"", as_kvxfer_error(failure))
+        else:
+            then(header, None)
 
 
 class PackedSink:
@@ -319,6 +377,7 @@ class PackedSink:
         self._left = len(self._expected)
         self._filled: set[int] = set()  # slots that the peer may not write into
         self._arrivals = InOrder(node)  # of chunks that are on their way
+        self._unpacks = InOrder(node)  # by a GPU, of chunks that this thread has launched
         self._ready: collections.deque[Callable[[], None]] = collections.deque()  # to be scattered
         self._completed = False
         self._scattering = 0  # these, and those that are being
@@ -354,6 +413,9 @@ class PackedSink:
             if error is not None:
                 self._scattered(placed.slot, error)
                 return
+            if self._launches(placed):
+                self._launch(placed, chunk)
+                return
             with self._lock:
                 self._ready.append(functools.partial(self._scatter, placed, chunk))
             self._workers.wake()
@@ -366,14 +428,42 @@ class PackedSink:
     def _take(self) -> Callable[[], None] | None:
         return self._ready.popleft() if self._ready else None
 
+    def _launches(self, placed: Placed) -> bool:
+        """Whether a GPU unpacks the chunk by itself, once this thread has launched it."""
+        stage = self._stages[placed.stage]
+        return stage.launches and self._loan.ring.device != "cpu" and stage.is_ready("unpack", self._dst_bases)
+
+    def _launch(self, placed: Placed, chunk: Chunk) -> None:
+        try:
+            self._check(placed, chunk)
+            unpacked = self._stages[placed.stage].launch_unpack(chunk, self._loan.address(placed.slot))
+        except Exception as failure:
+            self._scattered(placed.slot, as_kvxfer_error(failure))
+        else:
+            self._unpacks.add(unpacked, lambda error: self._unpacked(placed, chunk, error))
+
     def _scatter(self, placed: Placed, chunk: Chunk) -> None:
         """Mover thread."""
-        error = None
+        error, on_gpu = None, self._loan.ring.device != "cpu"
         try:
-            self._unpack(placed, chunk, self._loan.address(placed.slot))
-            self._transfer.advance(chunk.wire_bytes)
+            self._check(placed, chunk)
+            address, threads = self._loan.address(placed.slot), self._node.limits.copy_threads
+            prepared = self._stages[placed.stage]
+            prepared.unpack(chunk, address, self._dst_bases, threads=threads, wire_on_gpu=on_gpu)
         except Exception as failure:  # whatever it is, the transfer must end
             error = as_kvxfer_error(failure)
+        self._unpacked(placed, chunk, error)
+
+    def _check(self, placed: Placed, chunk: Chunk) -> None:
+        """Whether a slot's header is the one that this end expects."""
+        expected = self._stages[placed.stage].plan.header(placed.index, chunk)
+        on_gpu = self._loan.ring.device != "cpu"
+        packed = None if on_gpu else _view(self._loan.address(placed.slot), chunk.wire_bytes)
+        ChunkHeader.decode(placed.header).check(packed, expected=expected)
+
+    def _unpacked(self, placed: Placed, chunk: Chunk, error: KvxferError | None) -> None:
+        if error is None:
+            self._transfer.advance(chunk.wire_bytes)
         self._scattered(placed.slot, error)
 
     def _scattered(self, slot: int, error: KvxferError | None) -> None:
@@ -400,14 +490,6 @@ class PackedSink:
             self._completed = True
             self._complete()
         self._dropped()
-
-    def _unpack(self, placed: Placed, chunk: Chunk, address: int) -> None:
-        """A slot's chunk into the blocks, if its header is the one that this end expects. Mover thread."""
-        prepared, on_gpu = self._stages[placed.stage], self._loan.ring.device != "cpu"
-        header, expected = ChunkHeader.decode(placed.header), prepared.plan.header(placed.index, chunk)
-        header.check(None if on_gpu else _view(address, chunk.wire_bytes), expected=expected)
-        threads = self._node.limits.copy_threads
-        prepared.unpack(chunk, address, self._dst_bases, threads=threads, wire_on_gpu=on_gpu)
 
 
 def _view(address: int, nbytes: int) -> memoryview:

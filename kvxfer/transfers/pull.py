@@ -97,7 +97,7 @@ class PullLeg:
         )
         if self._cache.device != "cpu":  # while the other side makes its plan
             bases = self._cache.bases
-            self._node.pool.submit(lambda: self._fetch.attempt(lambda: self._leg.plan.get_ready_to_unpack(bases)))
+            self._node.pool.submit(lambda: self._fetch.attempt(lambda: self._leg.plan.get_ready("unpack", bases)))
 
     def handle(self, message: Message) -> None:
         try:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 
 from kvxfer import Limits
-from kvxfer.transfers.staging import SLOTS
+from kvxfer.transfers.staging import GPU_SLOTS, SLOTS
 
 
 @pytest.mark.parametrize(
     ("given", "device", "staging", "chunk"),
     [
         ({}, "cpu", 64 << 20, 4 << 20),
-        ({}, "cuda:0", 256 << 20, 32 << 20),
-        ({"chunk_bytes": 1 << 20}, "cuda:1", 256 << 20, 1 << 20),
+        ({}, "cuda:0", 512 << 20, 32 << 20),
+        ({"chunk_bytes": 1 << 20}, "cuda:1", 512 << 20, 1 << 20),
         ({"staging_bytes": 8 << 20}, "cpu", 8 << 20, (8 << 20) // SLOTS),
+        ({"staging_bytes": 64 << 20}, "cuda:0", 64 << 20, (64 << 20) // GPU_SLOTS),
         ({"staging_bytes": 1 << 30}, "cuda:0", 1 << 30, 32 << 20),
         ({"staging_bytes": 1000, "chunk_bytes": 5000}, "cpu", 1000, 5000),
     ],
