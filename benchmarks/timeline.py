@@ -36,7 +36,7 @@ WATCHED = {
     "kvxfer.peers.remote": {"RemoteTable": ("published", "word_state")},
     "kvxfer.formats.plan": {"PackedJoin": ("plan",)},
     "kvxfer.transfers.packed": {
-        "PackedSource": ("__init__", "queue_stage", "_get_ready", "_gather", "_pack", "_tell", "credit"),
+        "PackedSource": ("__init__", "queue_stage", "_get_ready", "_gather", "_pack", "_announce", "credit"),
         "PackedSink": ("__init__", "take", "_launch", "_scatter", "_unpacked", "_give_credit"),
     },
     "kvxfer.transfers.moves": {"InOrder": ("_ended",)},

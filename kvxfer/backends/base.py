@@ -82,7 +82,7 @@ class Operation(abc.ABC):
     """Bytes under way. Buffers on either side stay untouched until `poll` has returned True or raised."""
 
     announced: int = 0
-    """What the peer's link knows it by, for `Link.arrival`; 0 where the peer's link does not know of it."""
+    """Once it has ended: what the peer's link knows it by, for `Link.arrival`; 0 where that does not know of it."""
 
     @abc.abstractmethod
     def poll(self) -> bool:

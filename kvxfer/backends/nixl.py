@@ -42,6 +42,7 @@ _PIECES, _PIECE_BYTES = 64, 4 << 10  # of a measurement
 _TRIES = 5
 _LEAST_RUN_S = 2e-7  # noise must not make runs look free
 _MEASURE_TIMEOUT_S = 5.0
+_LARGE_BYTES, _AT_ONCE_S = 1 << 20, 200e-6  # a post of so much that costs its thread less only starts something
 
 Span = tuple[int, int, int]  # address, bytes, device
 
@@ -266,6 +267,7 @@ class NixlLink(Link):
 
     one_sided = True
     one_sided_devices = frozenset({"cpu", "cuda"})
+    posts_at_once = False  # until some posts were seen to
 
     def __init__(self, backend: NixlBackend, hello: _Hello) -> None:
         """Raises BackendError for a hello that NIXL does not take."""
@@ -298,7 +300,11 @@ class NixlLink(Link):
         if not self._finalizer.alive:
             raise PeerGone("the link to the peer is closed")
         runs = np.ascontiguousarray(runs, np.uint64)
-        return self._backend.post(direction, runs, self._connection, self._spans.device(int(runs[0, 1])))
+        began = time.thread_time()  # of this thread alone: a post may move the bytes itself, as between hosts' memory
+        request = self._backend.post(direction, runs, self._connection, self._spans.device(int(runs[0, 1])))
+        if len(runs) == 1 and runs[0, 2] >= _LARGE_BYTES:
+            self.posts_at_once = time.thread_time() - began < _AT_ONCE_S
+        return request
 
     def read(self, remote_address: int, nbytes: int, *, timeout_s: float) -> bytes:
         return self._backend.read(self, remote_address, nbytes, timeout_s)

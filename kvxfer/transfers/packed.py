@@ -134,8 +134,7 @@ class PackedSource:
         self._queue: collections.deque[tuple[int, int, Chunk]] = collections.deque()
         self._unqueued = len(stages)
         self._under_way = 0  # chunks that have left the queue and were not announced to the peer yet
-        # Of these, which are written or have failed; without a place where the peer has been told already.
-        self._ended: list[tuple[Placed | None, KvxferError | None]] = []
+        self._ended: list[tuple[Placed, KvxferError | None]] = []  # of these, which are written or have failed
         self._lock = threading.Lock()  # of free slots, queue, and what is under way
         self._workers = ChunkWorkers(node.pool, self._take, most=workers_for(node.limits))
         self._stopped: KvxferError | None = None
@@ -212,19 +211,11 @@ class PackedSource:
 
     def _gather(self, slot: int, stage: int, index: int, chunk: Chunk) -> None:
         """A chunk into a slot. Mover thread, or the progress thread where a GPU packs by itself."""
-        at, told = self._offer.offset + slot * self._offer.slot_bytes, False
+        at = self._offer.offset + slot * self._offer.slot_bytes
 
-        def placed(header: bytes, announced: int) -> Placed:
-            return Placed(stage, index, slot, header, announced)
-
-        def coming(header: bytes, announced: int) -> None:  # the other side's link waits for the bytes
-            nonlocal told
-            told = True
-            self._node.progress.post(lambda: self._tell([placed(header, announced)]))
-
-        def ended(header: bytes, error: KvxferError | None) -> None:  # any thread
+        def ended(header: bytes, error: KvxferError | None, announced: int = 0) -> None:  # any thread
             with self._lock:
-                self._ended.append((None if told else placed(header, 0), error))
+                self._ended.append((Placed(stage, index, slot, header, announced), error))
                 most = together(self._offer.slots)
                 others_follow = self._free or len(self._ended) < self._under_way
                 # Towards the end the other side is told of each, so that little is left to do after the last one.
@@ -235,7 +226,7 @@ class PackedSource:
         if self._outbox is None:
             self._pack(stage, index, chunk, self._staging.mapped_address + at, ended)
         else:
-            self._through_outbox(stage, index, chunk, self._staging.remote_address + at, coming, ended)
+            self._through_outbox(stage, index, chunk, self._staging.remote_address + at, ended)
 
     def _announce(self) -> None:
         """Tell the peer of the chunks that have been written."""
@@ -245,13 +236,9 @@ class PackedSource:
         for _, error in ended:
             if error is not None:
                 self._halt(error)
-        self._tell([placed for placed, _ in ended if placed is not None])
-
-    def _tell(self, placed: Sequence[Placed]) -> None:
-        """Tell the peer of chunks that have been written, or are on their way. Progress thread."""
-        if self._stopped is None and placed:
-            self._lent.update(one.slot for one in placed)
-            self._peer.session.send(Chunks(transfer=self._transfer, placed=tuple(placed)))
+        if self._stopped is None and ended:
+            self._lent.update(placed.slot for placed, _ in ended)
+            self._peer.session.send(Chunks(transfer=self._transfer, placed=tuple(placed for placed, _ in ended)))
 
     def _through_outbox(
         self,
@@ -259,11 +246,10 @@ class PackedSource:
         index: int,
         chunk: Chunk,
         remote: int,
-        coming: Callable[[bytes, int], None],
-        ended: Callable[[bytes, KvxferError | None], None],
+        ended: Callable[[bytes, KvxferError | None, int], None],
     ) -> None:
-        """Gather into memory of this side and write that into the peer's, `remote`. `ended` is called once and last;
-        `coming` before, where the peer's link knows that the bytes are on their way."""
+        """Gather into memory of this side and write that into the peer's, `remote`. `ended` is called once, with what
+        the peer's link knows the operation by, if it does."""
 
         def pack(loan: Loan) -> None:
             if self._stopped is not None:
@@ -284,19 +270,16 @@ class PackedSource:
             try:
                 run = np.array([[loan.address(), remote, chunk.wire_bytes]], np.uint64)
                 operation = self._peer.link.post(Direction.WRITE, run)
-                if operation.announced:
-                    coming(header, operation.announced)
-                if not operation.poll():
-                    self._writes.add(operation, lambda failure: written(loan, header, failure))
-                    return
+                if operation.poll():
+                    written(loan, header, None, operation.announced)
+                else:
+                    self._writes.add(operation, lambda failure: written(loan, header, failure, operation.announced))
             except Exception as failure:
                 written(loan, header, as_kvxfer_error(failure))
-            else:
-                written(loan, header, None)
 
-        def written(loan: Loan, header: bytes, error: KvxferError | None) -> None:
+        def written(loan: Loan, header: bytes, error: KvxferError | None, announced: int = 0) -> None:
             loan.give_back()
-            ended(header, error)
+            ended(header, error, announced)
 
         def granted(loan: Loan) -> None:
             if self._launches:
