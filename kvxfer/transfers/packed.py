@@ -67,8 +67,14 @@ def borrow(
     largest = max((plan.plan.largest_segment_bytes for plan in stages), default=0)
     slot_bytes = max(largest, min(node.limits.chunk_on(ring.device), ring.nbytes, total))
     slots = min(SLOTS if ring.device == "cpu" else GPU_SLOTS, -(-total // slot_bytes) + 1)
-    line = ring.borrow(slot_bytes, slots, lambda loan: node.progress.post(lambda: granted(loan)))
-    return functools.partial(ring.forget, line)
+
+    def lent(loan: Loan) -> None:
+        if node.progress.is_current:
+            granted(loan)
+        else:
+            node.progress.post(lambda: granted(loan))
+
+    return functools.partial(ring.forget, ring.borrow(slot_bytes, slots, lent))
 
 
 def offer(node: Node, loan: Loan, wire: str) -> PackedOffer:

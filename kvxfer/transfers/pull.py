@@ -58,17 +58,6 @@ class PullLeg:
             self._fetch.abort(PeerGone(f"{self._peer.identity.name} went away"))
             return
         self._loan = loan
-        self._sink = PackedSink(
-            self._node,
-            self._peer,
-            self._id,
-            self._fetch,
-            [self._leg.plan],
-            self._cache.bases,
-            loan,
-            dropped=self._give_back,
-            complete=self._completed,
-        )
         self._peer.conversations[self._id] = self
         self._asked = True
         self._fetch.waits_for(f"chunks from {self._peer.identity.name}")
@@ -95,7 +84,19 @@ class PullLeg:
                 offer=offer(self._node, loan, self._fetch.wire),
             )
         )
-        if self._cache.device != "cpu":  # while the other side makes its plan
+        # While the other side makes its plan:
+        self._sink = PackedSink(
+            self._node,
+            self._peer,
+            self._id,
+            self._fetch,
+            [self._leg.plan],
+            self._cache.bases,
+            loan,
+            dropped=self._give_back,
+            complete=self._completed,
+        )
+        if self._cache.device != "cpu":
             bases = self._cache.bases
             self._node.pool.submit(lambda: self._fetch.attempt(lambda: self._leg.plan.get_ready("unpack", bases)))
 
@@ -142,7 +143,8 @@ class PullLeg:
 
     def _give_back(self) -> None:
         """Return the staging once the publisher writes no more and no chunk is being scattered."""
-        if self._loan is not None and self._writer_ended and not self._sink.busy:
+        scatters = self._sink is not None and self._sink.busy
+        if self._loan is not None and self._writer_ended and not scatters:
             self._peer.conversations.pop(self._id, None)
             loan, self._loan = self._loan, None
             loan.give_back()
