@@ -1,6 +1,6 @@
 """A prompt's way from a prefill to a decode engine of vLLM: fresh and fragmented block pools, ours and NixlConnector.
 
-    python benchmarks/bench_vllm_handoff.py --json FILE --logs FOLDER [--connectors kvxfer kvxfer:nvfp4 nixl]
+    python benchmarks/bench_vllm_handoff.py --json FILE --logs FOLDER [--connectors kvxfer kvxfer:nvfp4:nccl nixl]
 
 For two GPUs: engines of prefill on the first, of decode on the second. On one GPU they share it, which is right for the
 host's part and for tokens, and says nothing of a link. All engines start at once; then one connector after the other is
@@ -61,7 +61,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 """What is asked of engines of a shape."""
-STAGED = {"chunk_bytes": 32 << 20, "staging_bytes": 512 << 20, "max_sms": 32, "mover_threads": 4}  # what goes packed
+STAGED = {"max_sms": 64}  # what goes packed: a format is computed on the way
 
 
 def start(
@@ -87,6 +87,7 @@ class Pair:
 
     kind: str
     wire: str  # of kvxfer
+    backend: str  # likewise; "auto" for the best
     prefill: Server
     decode: Server
 
@@ -139,7 +140,7 @@ def measure(pair: Pair, shape: dict[str, Any], calls: int, generator: random.Ran
                     **moved,
                 }
             )
-            print(pair.kind, pair.wire, json.dumps(rows[-1]), flush=True)
+            print(pair.kind, pair.wire, pair.backend, json.dumps(rows[-1]), flush=True)
         return rows
 
     def churn(server: Server) -> None:
@@ -173,6 +174,7 @@ def measure(pair: Pair, shape: dict[str, Any], calls: int, generator: random.Ran
     return {
         "connector": pair.kind,
         "wire": pair.wire,
+        "backend": pair.backend,
         "rows": rows,
         "prefill_tokens_per_s": rates,
         "answers_compared_with_decode_alone": len(same),
@@ -184,10 +186,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="write the results here")
     parser.add_argument("--logs", type=Path, required=True)
-    parser.add_argument("--connectors", nargs="+", default=["kvxfer", "nixl"], help="of kvxfer, kvxfer:WIRE, nixl")
+    parser.add_argument("--connectors", nargs="+", default=["kvxfer", "nixl"], help="of kvxfer[:WIRE[:BACKEND]], nixl")
     parser.add_argument("--shape", default="qwen2.5-14b", choices=list(SIZES))
     parser.add_argument("--calls", type=int, default=5)
-    parser.add_argument("--backends", nargs="+", help="of kvxfer's engines, say nccl (default: the best)")
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
     options.logs.mkdir(parents=True, exist_ok=True)
@@ -198,18 +199,18 @@ def main() -> None:
     with ExitStack() as stack:
         pairs = []
         for name in options.connectors:
-            kind, _, wire = name.partition(":")
+            kind, wire, backend = (*name.split(":"), "", "")[:3]
             servers = []
             for device, role in enumerate(("producer", "consumer")):
                 extra = {"wire": wire or "raw"} if kind == "kvxfer" and role == "consumer" else {}
-                if kind == "kvxfer" and (options.backends or wire):
-                    extra |= {"limits": STAGED} | ({"backends": options.backends} if options.backends else {})
+                if wire:  # what goes packed
+                    extra |= {"limits": STAGED} | ({"backends": [backend]} if backend else {})
                 connector = getattr(connectors, kind)(**extra) | {"kv_role": f"kv_{role}"}
                 on = device if options.cpu else min(device, len(gpus) - 1)
                 label = f"{'prefill' if device == 0 else 'decode'}-{name.replace(':', '-')}"
                 servers.append(start(label, connector, model, shape, options.logs, device=on, on_cpu=options.cpu))
                 stack.callback(servers[-1].kill)
-            pairs.append(Pair(kind, wire or "raw", *servers))
+            pairs.append(Pair(kind, wire or "raw", backend or "auto", *servers))
         for pair in pairs:
             try:
                 pair.prefill.ready(), pair.decode.ready()
@@ -218,7 +219,7 @@ def main() -> None:
             except Exception as error:  # the other connector's numbers are worth having
                 print(f"{pair.kind}: {type(error).__name__}: {error}", flush=True)
                 said = f"{type(error).__name__}: {error}"[:2000]
-                results.append({"connector": pair.kind, "wire": pair.wire, "error": said})
+                results.append({"connector": pair.kind, "wire": pair.wire, "backend": pair.backend, "error": said})
             found = {"shape": options.shape, "gpus": len(gpus)} | vllm_engines.versions(gpus)
             environment = timing.environment(**found)
             timing.save(options.json, environment, results)

@@ -115,8 +115,8 @@ def limits_of(options: Options) -> Limits:
     unknown = sorted(options.limits.keys() - known.keys())
     if unknown:
         raise InvalidRequest(f"limits has unknown fields {', '.join(unknown)}; known are {', '.join(known)}")
-    values: dict[str, Any] = {
-        name: int(value) if isinstance(known[name].default, int) else float(value)
+    values: dict[str, Any] = {  # numbers of a configuration file may have become floats on the way
+        name: value if isinstance(known[name].default, float) or not value.is_integer() else int(value)
         for name, value in options.limits.items()
     }
     if options.kv_buffer_size is not None:
