@@ -346,17 +346,22 @@ def _part(rows: _Rows, segments: Segments) -> PackedPart:
     # Few shapes (token spans) stand for many segments: sizes are worked out once for each.
     spans = segments.src_token.astype(np.int64) << 32 | segments.tokens
     shapes, index = distinct(spans)
-    start, stop = shapes >> 32, (shapes >> 32) + (shapes & 0xFFFFFFFF)
-    wire, cache = np.zeros((2, len(shapes)), np.int64)
-    for (ratio, heads, dim, codec, src_codec), count in rows.kinds:
-        vectors = (stop // ratio - start // ratio if ratio else np.ones_like(start)) * heads
-        wire += count * (_align(vectors * codec.code_bytes(dim)) + _align(vectors * codec.scale_bytes(dim)))
-        cache += count * vectors * src_codec.vector_bytes(dim)
+    sizes = np.array([_segment_bytes(rows, span >> 32, span & 0xFFFFFFFF) for span in shapes.tolist()], np.int64)
     starts = np.zeros(len(index) + 1, np.int64)
-    np.cumsum(wire[index], out=starts[1:])
-    nbytes = int(cache @ np.bincount(index, minlength=len(shapes)))
+    np.cumsum(sizes[index, 0], out=starts[1:])
+    nbytes = int(sizes[:, 1] @ np.bincount(index, minlength=len(shapes)))
     return PackedPart(rows=rows.table, segments=segments, wire_start=starts, nbytes=nbytes)
 
 
-def _align(sizes: np.ndarray) -> np.ndarray:
+def _segment_bytes(rows: _Rows, first: int, tokens: int) -> tuple[int, int]:
+    """Packed bytes, and bytes of the source cache, of a segment of so many tokens from its block's `first` on."""
+    wire = cache = 0
+    for (ratio, heads, dim, codec, src_codec), count in rows.kinds:
+        vectors = ((first + tokens) // ratio - first // ratio if ratio else 1) * heads
+        wire += count * (_align(vectors * codec.code_bytes(dim)) + _align(vectors * codec.scale_bytes(dim)))
+        cache += count * vectors * src_codec.vector_bytes(dim)
+    return wire, cache
+
+
+def _align(sizes: int) -> int:
     return (sizes + WIRE_ALIGNMENT - 1) // WIRE_ALIGNMENT * WIRE_ALIGNMENT

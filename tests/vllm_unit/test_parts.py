@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, KVQuantMode, MLAAttentionSpec
 
-from kvxfer import GroupKind
+from kvxfer import GroupKind, Limits
 from kvxfer.errors import InvalidLayout, InvalidRequest, LayoutMismatch, ProtocolMismatch
 from kvxfer.layout.cache_layout import fingerprint_differences
 from kvxfer.plan import join
@@ -47,6 +47,7 @@ def options(role: str = "kv_both", **extra: object):
         ({"wire": "morse"}, "morse"),
         ({"limits": {"slots": 1}}, "unknown fields slots; known are lease_slots"),
         ({"limits": {"lease_slots": 0}}, "lease_slots"),
+        ({"limits": {"chunk_bytes": 4096.5}}, "chunk_bytes must be an integer"),
         ({"secret": "x" * 16, "secret_file": "y"}, "both secret and secret_file"),
         ({"discovery_address": "a:1"}, "belong together"),
         ({"discovery_address": "a:1", "http_address": "b:1"}, "kv_producer or kv_consumer"),
@@ -65,6 +66,16 @@ def test_buffer_size_keeps_its_meaning() -> None:
     assert limits_of(options_of(old)).staging_bytes == 200_000_000
     old.kv_buffer_size = 1e9  # vLLM 0.26's default: nobody asked for it
     assert limits_of(options_of(old)).staging_bytes is None
+
+
+@pytest.mark.parametrize("number", [1 << 20, float(1 << 20)])
+def test_limits_are_numbers_however_they_are_written(number: float) -> None:
+    fields = Limits.__dataclass_fields__
+    given = {name: number for name, field in fields.items() if not isinstance(field.default, float)}
+    given |= {"mover_threads": 3.0, "max_sms": 8}
+    limits = limits_of(options(limits=given | {"max_ttl_s": 7200, "heartbeat_s": 2}))
+    assert {name: getattr(limits, name) for name in given} == given
+    assert (limits.max_ttl_s, limits.heartbeat_s) == (7200.0, 2.0)
 
 
 # --- versions and registration ------------------------------------------------------------------------------
