@@ -7,10 +7,11 @@ processes share it: what the host does is measured as well there, and what cross
 need a second GPU are left out). Bytes are counted once. What is measured is saved after every step, so a step that
 fails costs its own rows only.
 
-Steps, in this order: `fetch` (whole fetches, from the call to the confirmed end; alone, and two at a time), `model` (a
-long prompt of DeepSeek-V4.1-Flash), `latency` (one request of 64 tokens of it), `packed` (a fetch in a wire format),
-`nixl` (fetches over the NIXL backend), `post` (the host's time for 100,000 pieces), `ceilings` (one piece), `kernels`
-(the copy kernel alone, by events), `formats` (kernels of wire formats), `peers`.
+Steps, in this order: `fetch` (whole fetches, from the call to the confirmed end; alone, and two at a time), `large` (of
+four times the bytes), `model` (a long prompt of DeepSeek-V4.1-Flash), `latency` (one request of 64 tokens of it),
+`packed` (a fetch in a wire format), `nixl` (fetches over the NIXL backend), `post` (the host's time for 100,000
+pieces), `ceilings` (one piece), `kernels` (the copy kernel alone, by events), `formats` (kernels of wire formats),
+`peers`.
 """
 
 from __future__ import annotations
@@ -180,43 +181,54 @@ class Bench:
                 "best_us": result.best_s * 1e6,
             } | self._host_part()
 
-    def packed(self) -> Rows:
-        """bf16 blocks that cross in another format, packed by one end and unpacked by the other."""
-        tokens = self.total // (32 * 2 * 8 * 128 * 2) // 16 * 16
-        layout = on_gpu(
-            CacheLayout.paged(
-                layers=[f"layers.{i}" for i in range(32)],
-                num_blocks=tokens // 16,
-                block_tokens=16,
-                kv_heads=8,
-                head_dim=128,
-                dtype="bfloat16",
-            )
-        )
-        (group,) = layout.groups
-        lists = tuple({group.name: np.random.default_rng(s).permutation(tokens // 16).astype(np.int32)} for s in (1, 2))
-        more = {"chunk_bytes": 32 << 20, "staging_bytes": 512 << 20, "mover_threads": 4}
-        for wire, sms in (("raw", 16), ("nvfp4", 16), ("nvfp4", 64)):
-            peer = bench_shm.Prefill(self.secret, gpu=self.peer_gpu, max_sms=sms, **more)
-            for _, result, stats in self.fetches(
-                layout, lists, tokens, max_sms=sms, calls=5, wire=wire, way="packed", memory="finite", peer=peer, **more
-            ):
-                row = {"what": "packed", "wire": wire, "max_sms": sms, "wire_bytes": stats.wire_bytes}
-                yield row | self._host_part() | _rate(stats.bytes, result)
-            peer.pipe.close()
-            _tidy()
-
-    def nixl(self) -> Rows:
-        """The packed way over NIXL, staging on both GPUs: scattered pieces, raw and compressed."""
-        more = {"chunk_bytes": 64 << 20, "staging_bytes": 512 << 20, "mover_threads": 4}
-        peer = bench_shm.Prefill(self.secret, gpu=self.peer_gpu, backends=["nixl"], max_sms=16, **more)
-        for piece in (4096, 65536):
-            blocks = self.total // piece // LAYERS
+    def large(self) -> Rows:
+        """As `fetch`, of four times the bytes: what comes before and after the kernel matters less."""
+        for piece in (4096, 65536, 1 << 20):
+            blocks = 4 * self.total // piece // LAYERS
             layout = layered(piece, blocks)
             lists = tuple({"full": np.random.default_rng(s).permutation(blocks).astype(np.int32)} for s in (1, 2))
-            for _, result, stats in self.fetches(
-                layout, lists, 16 * blocks, max_sms=16, calls=5, way="packed", peer=peer, backends=["nixl"], **more
-            ):
+            for sms in SMS:
+                for _, result, stats in self.fetches(layout, lists, 16 * blocks, max_sms=sms, calls=self.calls):
+                    row = {"what": "large", "piece": piece, "max_sms": sms} | self._host_part()
+                    yield row | _rate(stats.bytes, result)
+                _tidy()
+
+    def packed(self) -> Rows:
+        """bf16 blocks that cross in another format, packed by one end and unpacked by the other."""
+        for times, cases in ((1, (("raw", 16), ("nvfp4", 16), ("nvfp4", 64))), (8, (("raw", 16), ("nvfp4", 64)))):
+            tokens = times * self.total // (32 * 2 * 8 * 128 * 2) // 16 * 16
+            layout = on_gpu(
+                CacheLayout.paged(
+                    layers=[f"layers.{i}" for i in range(32)],
+                    num_blocks=tokens // 16,
+                    block_tokens=16,
+                    kv_heads=8,
+                    head_dim=128,
+                    dtype="bfloat16",
+                )
+            )
+            (group,) = layout.groups
+            lists = tuple(
+                {group.name: np.random.default_rng(s).permutation(tokens // 16).astype(np.int32)} for s in (1, 2)
+            )
+            for wire, sms in cases:
+                peer = bench_shm.Prefill(self.secret, gpu=self.peer_gpu, max_sms=sms)
+                options = {"max_sms": sms, "calls": self.calls, "wire": wire, "way": "packed", "memory": "finite"}
+                for _, result, stats in self.fetches(layout, lists, tokens, peer=peer, **options):
+                    row = {"what": "packed", "wire": wire, "max_sms": sms, "wire_bytes": stats.wire_bytes}
+                    yield row | self._host_part() | _rate(stats.bytes, result)
+                peer.pipe.close()
+                _tidy()
+
+    def nixl(self) -> Rows:
+        """The packed way over NIXL, staging on both GPUs: scattered pieces."""
+        peer = bench_shm.Prefill(self.secret, gpu=self.peer_gpu, backends=["nixl"], max_sms=16)
+        for times, piece in ((1, 4096), (1, 65536), (4, 65536)):
+            blocks = times * self.total // piece // LAYERS
+            layout = layered(piece, blocks)
+            lists = tuple({"full": np.random.default_rng(s).permutation(blocks).astype(np.int32)} for s in (1, 2))
+            options = {"max_sms": 16, "calls": self.calls, "way": "packed", "backends": ["nixl"]}
+            for _, result, stats in self.fetches(layout, lists, 16 * blocks, peer=peer, **options):
                 yield {"what": "nixl", "piece": piece, "way": stats.way} | _rate(stats.bytes, result)
             _tidy()
         peer.pipe.close()
@@ -387,6 +399,7 @@ def main() -> None:
     bench = Bench(args.calls, total, gpus)
     steps: dict[str, Callable[[], Rows]] = {
         "fetch": bench.fetch,
+        "large": bench.large,
         "model": bench.model,
         "latency": bench.latency,
         "packed": bench.packed,

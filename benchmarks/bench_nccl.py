@@ -47,7 +47,8 @@ PIECES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
 PLAIN_BYTES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30)
 CEILINGS = {16 << 20: "16 MiB", 256 << 20: "256 MiB"}
 MODEL = "Qwen2.5-14B"
-CHUNK_BYTES, STAGING_BYTES, SMS = 64 << 20, 512 << 20, 32
+CHUNK_BYTES, STAGING_BYTES, SMS = 64 << 20, 1 << 30, 32
+LARGER = 4  # times the bytes
 PEER_GPU = os.environ.get("KVXFER_PEER_GPU", "1")
 
 Rows = Iterator[dict[str, Any]]
@@ -162,7 +163,6 @@ class Bench:
             "max_sms": max_sms,
             "chunk_bytes": chunk_bytes,
             "staging_bytes": max(STAGING_BYTES, 4 * chunk_bytes),
-            "mover_threads": 4,
         }
         peer = self._peer(backends, limits)
         peer.ask("register", name, layout, memory)
@@ -184,9 +184,9 @@ class Bench:
         tidy()
         return result, stats[0]
 
-    def of_pieces(self, piece: int, **options: Any) -> dict[str, Any]:
+    def of_pieces(self, piece: int, times: int = 1, **options: Any) -> dict[str, Any]:
         """One row: a cache whose blocks are `piece` bytes in each of 64 layers."""
-        blocks = max(1, self.total // piece // LAYERS)
+        blocks = max(1, times * self.total // piece // LAYERS)
         result, stats = self.fetches(layered(piece, blocks), 16 * blocks, **options)
         return {"piece": piece, "backend": stats.backend, "way": stats.way} | rate(stats.bytes, result)
 
@@ -194,6 +194,7 @@ class Bench:
         """Raw, by the size of pieces."""
         for piece in PIECES:
             yield {"what": "fetch", **self.of_pieces(piece, backends=nccl_with)}
+        yield {"what": "fetch", **self.of_pieces(64 << 10, LARGER, backends=nccl_with)}
 
     def others(self) -> Rows:
         """The same work over the backends that can do it here."""
@@ -206,7 +207,7 @@ class Bench:
 
     def nvfp4(self) -> Rows:
         """bf16 blocks that cross as NVFP4. Bytes are of bf16."""
-        tokens = self.total // (32 * 2 * 8 * 128 * 2) // 16 * 16
+        tokens = LARGER * self.total // (32 * 2 * 8 * 128 * 2) // 16 * 16
         layout = on_gpu(
             CacheLayout.paged(
                 layers=[f"layers.{i}" for i in range(32)],

@@ -204,7 +204,12 @@ def cuda_ipc() -> str:
     )
 
 
-GPU_RUNS = {"A": "h200x2/gpu.json", "B": "h200/gpu.json", "C": "h200x2/gpu_kernels.json"}
+GPU_RUNS = {
+    "A": "h200x2/gpu.json",
+    "B": "h200/gpu.json",
+    "C": "h200x2/gpu_kernels.json",
+    "D": "h200x2/gpu_packed.json",
+}
 
 
 def gpu() -> str:
@@ -230,16 +235,21 @@ def gpu() -> str:
         name, found = value("format", "gb_s", wire=wire, way=way)
         return name, found and found / 1e3
 
-    sizes = (4096, 16384, 65536, 1 << 20)
+    def packed(wire: str, gib: int) -> tuple[str, float | None]:
+        return value("packed", "gb_s", "D", wire=wire, max_sms=64, nbytes=gib << 30)
+
+    sizes, larger = (4096, 16384, 65536, 1 << 20), (4096, 65536, 1 << 20)
     alone, together = {"only": "A", "layers": 64, "at_once": 1}, {"only": "A", "layers": 64, "at_once": 2}
     pull = {"way": "pull", "only": "C"}
     goals = [
         ("fetch, 4 KiB to 1 MiB pieces, 16 SMs", "GB/s", 360, least("fetch", sizes, max_sms=16, **alone)),
         ("the same, two fetches at a time", "GB/s", 360, least("fetch", sizes, max_sms=16, **together)),
+        ("the same, 4 GiB", "GB/s", 360, least("large", larger, "D", max_sms=16)),
         ("fetch, 1 KiB pieces, 16 SMs", "GB/s", 330, least("fetch", (1024,), max_sms=16, **alone)),
         ("fetch, 512 B pieces, 16 SMs", "GB/s", 300, least("fetch", (512,), max_sms=16, **alone)),
         ("fetch, 4 to 64 KiB pieces, 8 SMs", "GB/s", 352, least("fetch", sizes[:3], max_sms=8, **alone)),
         ("the same, two fetches at a time", "GB/s", 352, least("fetch", sizes[:3], max_sms=8, **together)),
+        ("the same, 4 GiB", "GB/s", 352, least("large", larger[:2], "D", max_sms=8)),
         ("kernel, pull, 4 to 64 KiB pieces, 16 SMs", "GB/s", 360, least("kernel", sizes[:3], max_sms=16, **pull)),
         ("kernel, pull, 4 to 64 KiB pieces, 8 SMs", "GB/s", 352, least("kernel", sizes[:3], max_sms=8, **pull)),
         ("kernel within a GPU, 4 KiB pieces", "GB/s", 1900, least("kernel", (4096,), only="B", way="local")),
@@ -248,12 +258,8 @@ def gpu() -> str:
         ("NVFP4 to bf16, unpack and scatter", "TB/s", 3.0, tera("nvfp4", "unpack")),
         ("bf16 to NVFP4, packed into the peer", "TB/s", 1.27, tera("nvfp4", "pack into the peer")),
         ("fp8 pack", "TB/s", 2.6, tera("fp8_e4m3", "pack")),
-        (
-            "bf16 to NVFP4 to peer to bf16, two processes, 64 SMs",
-            "GB/s",
-            1200,
-            value("packed", "gb_s", "A", wire="nvfp4", max_sms=64),
-        ),
+        ("bf16 to NVFP4 to peer to bf16, two processes, 8 GiB", "GB/s", 1200, packed("nvfp4", 8)),
+        ("the same, 1 GiB", "GB/s", 1200, packed("nvfp4", 1)),
         ("one V4.1 request of 64 tokens, p50", "us", -250, value("latency", "p50_us", "A")),
         ("host time for 100,000 pieces in 100 layers", "us", -1000, value("post", "host_us", layers=100)),
         ("host time for 100,000 pieces in one layer", "us", -1000, value("post", "host_us", layers=1)),
