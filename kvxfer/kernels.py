@@ -150,6 +150,9 @@ class PreparedPackedPlan:
         part = self._parts[chunk.part]
         _native.unpack(part, chunk.first, chunk.count, wire, dst_bases.ctypes.data, threads)
 
+    def let_go(self) -> None:
+        """As of `cuda.mover.CudaPackedPlan`: here there is nothing to give back."""
+
     # The names of `PreparedPlan`, so that either can be carried out by the same caller.
     gather = pack
     scatter = unpack
@@ -232,9 +235,10 @@ class Kernels:
             self.lanes(device).warm(lanes)
 
     def close(self) -> None:
-        """No stream waits for a transfer any more; idempotent."""
+        """No stream waits for a transfer any more; idempotent. May wait for a GPU."""
         for lanes in self._lanes.values():
             lanes.gates.close()
+            lanes.close()
 
     def lanes(self, device: str) -> Lanes:
         """The lanes of a GPU."""

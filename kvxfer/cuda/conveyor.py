@@ -111,6 +111,14 @@ class Conveyor:
                 lane.wait_for(self._event.address)
             return Launched(first, first.said, lambda: None)
 
+    def close(self) -> None:
+        """Free it all, if everything launched has ended; may wait for the device."""
+        with self._lock:
+            if all(lane.has_said(lane.said) for lane in self._lanes):
+                for owned in (*self._lanes, *self._pages, *([self._event] if self._event else [])):
+                    owned.close()
+                self._lanes, self._pages, self._flags, self._event = [], [], [], None
+
     def _streams(self) -> list[Lane]:
         if not self._lanes:
             self._lanes = [self._new_lane() for _ in range(_STREAMS)]

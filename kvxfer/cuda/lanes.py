@@ -164,6 +164,14 @@ class Lane:
         """Wait for everything, whatever it says. Raises CudaError."""
         self._stream.synchronise()
 
+    def close(self) -> None:
+        """Free what the lane has; it is idle. May wait for the device."""
+        self.tables.close()
+        for memory in (self._scratch, *self._outgrown, self._words):
+            if memory is not None:
+                memory.close()
+        self._stream.close()
+
     def _saying(self, ending: Ending) -> tuple[int, int, int, int, int, int]:
         """What a report is told: the lease's word and where its value goes, a gate's word and value, and the word that
         says that this lane is done, with its next value."""
@@ -244,6 +252,17 @@ class Lanes:
             waiting = self._waiting.popleft() if self._waiting else None
         if waiting is not None:
             waiting()
+
+    def close(self) -> None:
+        """Free what is idle, here and now. Else a collection of garbage would, at any moment, on any thread, and might
+        wait for a device on which a stream of the engine's waits for another connector's transfer."""
+        with self._lock:
+            lanes, self._free = self._free, []
+        for lane in lanes:
+            lane.close()
+        self.conveyor.close()
+        while self._tables:
+            self._tables.pop().close()
 
     def take_tables(self, nbytes: int, copies: int, *, at_hand: bool = False) -> TableMemory | None:
         """Memory for the tables of a plan that several lanes carry out, if there is some with room for them; else, and

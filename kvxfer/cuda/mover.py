@@ -86,6 +86,7 @@ class CudaPackedPlan:
         self._made: dict[str, PreparedCudaPackedPlan] = {}  # to "pack" and to "unpack"
         self._prepared: dict[str, PreparedCudaPackedPlan] = {}  # of these, those whose tables are on the device,
         self._uploads: list[Launched] = []  # or on the way there: before what the conveyor launches, and no other
+        self._kept: list[weakref.finalize] = []
         self._lock = threading.Lock()
 
     def get_ready(self, side: str, bases: np.ndarray) -> None:
@@ -202,5 +203,15 @@ class CudaPackedPlan:
         return self._made[side]
 
     def _keep(self, tables: TableMemory) -> None:
-        """For as long as this plan lives: each of its launches has been waited for by then."""
-        weakref.finalize(self, self._lanes.give_back_tables, tables)
+        """Until `let_go`, or as long as this plan lives: each of its launches has been waited for by then."""
+        self._kept.append(weakref.finalize(self, self._lanes.give_back_tables, tables))
+
+    def let_go(self) -> None:
+        """Nothing is at work and nothing more comes: other plans may have the memory of the tables. Waits for nothing:
+        where a mover thread is still at `get_ready`, it goes back with the plan."""
+        if self._lock.acquire(blocking=False):
+            self._prepared.clear()
+            self._made.clear()
+            while self._kept:
+                self._kept.pop()()
+            self._lock.release()

@@ -1,6 +1,6 @@
 """Memory in which the tables of plans are made, and from which kernels read them; kept, and used again.
 
-It grows and is never given back while the connector lives: freeing memory waits for the device, and a stream of the
+It grows, and is freed when the connector is closed, not before: freeing waits for the device, and a stream of the
 engine's may in turn be waiting for the very transfer whose tables these are (`Transfer.wait_on`).
 """
 
@@ -60,6 +60,14 @@ class TableMemory:
         on_device = self.room_for(prepared.table_bytes, copies_of(prepared.plan))
         memory = on_device or self._pinned.address
         prepared.upload(stream=stream, memory=memory, pinned=self._pinned.array)
+
+    def close(self) -> None:
+        """Free it all; may wait for the device."""
+        for memory in (self._pinned, self._on_device, *self._outgrown):
+            if memory is not None:
+                memory.close()
+        self._pinned = self._on_device = None
+        self._outgrown.clear()
 
     def _retire(self, memory: DeviceMemory | PinnedMemory | None) -> None:
         if memory is not None:

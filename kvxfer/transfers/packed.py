@@ -205,6 +205,8 @@ class PackedSource:
             finished = not self._queue and not self._under_way and (self._stopped is not None or not self._unqueued)
         if finished and self._written is not None:
             written, self._written = self._written, None
+            for stage in self._stages:
+                stage.let_go()
             written(self._stopped)
 
     def _take(self) -> Callable[[], None] | None:
@@ -378,6 +380,11 @@ class PackedSink:
     def busy(self) -> bool:
         """Whether a chunk is being scattered out of the staging."""
         return self._scattering > 0
+
+    def let_go(self) -> None:
+        """No chunk comes any more, and none is being scattered."""
+        for stage in self._stages:
+            stage.let_go()
 
     def take(self, message: Chunks) -> None:
         """Chunks lie in slots: scatter them. Raises BackendError for one that cannot be."""

@@ -147,6 +147,8 @@ class PullLeg:
         if self._loan is not None and self._writer_ended and not scatters:
             self._peer.conversations.pop(self._id, None)
             loan, self._loan = self._loan, None
+            if self._sink is not None:
+                self._sink.let_go()
             loan.give_back()
 
 

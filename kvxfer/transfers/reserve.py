@@ -212,4 +212,5 @@ class Receive:
     def _give_back(self) -> None:
         if self._loan is not None and not self._sink.busy:
             loan, self._loan = self._loan, None
+            self._sink.let_go()
             loan.give_back()

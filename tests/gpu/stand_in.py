@@ -62,7 +62,7 @@ class Device(types.ModuleType):
 
         self.Part, self.Pairing, self.PackedPart = Part, Pairing, PackedPart
         for name in (
-            "enable_peer_access", "release_pinned", "pin", "unpin", "destroy_stream", "synchronise_stream",
+            "enable_peer_access", "pin", "unpin", "destroy_stream", "synchronise_stream",
             "wait_for_event", "destroy_event", "record_event", "synchronise_event", "load_report_kernel",
             "stream_wait_word", "close_memory", "copy_bytes_batch",
         ):  # fmt: skip
@@ -95,6 +95,10 @@ class Device(types.ModuleType):
         start = -(-memory.ctypes.data // 64) * 64
         self._memory[start] = memory
         return 0, start
+
+    def release_pinned(self, address: int) -> int:
+        del self._memory[address]
+        return 0
 
     def device_address_of_pinned(self, device: int, host: int) -> tuple[int, int]:
         return 0, host

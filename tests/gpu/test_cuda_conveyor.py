@@ -135,8 +135,8 @@ def test_a_device_that_fails_under_way_ends_the_fetch_and_keeps_no_staging(pair)
     pair.device.status = LAUNCH_FAILED
     with pytest.raises(errors.KvxferError):
         transfer.wait(20)
-    pair.device.status, pair.device.silent = 0, None
     assert until(lambda: pair.lent() == 0)
+    pair.device.status, pair.device.silent = 0, None
     pair.fetch().wait(20)
 
 
@@ -239,3 +239,16 @@ def test_everything_later_comes_after_what_is_enqueued_before_all(lanes):
     for _ in range(2):
         conveyor.launch(lambda stream, _: streams.append(stream))
     assert enqueued == [streams[0]] and [stream for stream, _ in waited] == [streams[1]]
+
+
+def test_a_connector_that_is_closed_frees_what_it_had_on_the_device(pair):
+    """Not when garbage is collected: that may be while a stream waits, and freeing waits for the device."""
+    pair.fetch(wire="nvfp4").wait(20)
+    arrays = {array.address for arrays in pair.arrays.values() for array in arrays.values()}
+    rings = {s._node.rings[key].memory.address for s in pair.sides.values() for key in s._node.rings if key[1] != "cpu"}
+    gates = {page.address for s in pair.sides.values() for page in s.gates._pages}
+    nodes = [side._node for side in pair.sides.values()]
+    for node in nodes:
+        node.close()
+    left = set(pair.device._memory) - arrays - rings - gates
+    assert not left, f"{len(left)} pieces of memory"

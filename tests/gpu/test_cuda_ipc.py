@@ -246,7 +246,7 @@ def test_a_send_reads_after_its_stream_and_streams_wait_on_either_side(peer):
         copy = busy.copy(here.arrays["layers.0"])
         key = peer.send_later(name, bytes(reservation.ticket), IDS, ROUNDS, 44)
         busy.stream.synchronise()
-        assert (copy == 44).all()
+        assert (copy == 44).all(), (reservation, reservation.elapsed_s, reservation.error)
         reservation.wait(20)
         peer.wait(key)
         assert (here.rows("layers.1") == 44).all()
