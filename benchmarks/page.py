@@ -305,11 +305,17 @@ def nccl() -> str:
 
 def vllm_handoff() -> str:
     """A prompt's way between two engines of vLLM on two GPUs."""
-    runs = [load(f"h200x2/vllm_handoff{of}.json") for of in ("", "_nixl")]
+    runs = [load(f"h200x2/vllm_handoff{of}.json") for of in ("", "_packed")]
     measured = [result for _, results in runs for result in results]
+
+    def name(result: dict) -> str:
+        if result["connector"] != "kvxfer":
+            return result["connector"]
+        return f"kvxfer, {result['wire']}" + ("" if result["backend"] == "auto" else f", {result['backend']}")
+
     body = [
         [
-            f"{result['connector']}, {row['pool']} pool",
+            f"{name(result)}, {row['pool']} pool",
             f"{row['tokens']:,}",
             f"{row['bytes'] / row['transfers'] / 1e9:.2f} GB",
             f"{row['transfer_ms']:.1f} ms",
@@ -322,14 +328,18 @@ def vllm_handoff() -> str:
         for row in result["rows"]
     ]
     rates = [
-        [r["connector"], *(f"{r['prefill_tokens_per_s'][key]:,.0f}" for key in ("alone", "handing_over"))]
+        [
+            name(r),
+            *(f"{r['prefill_tokens_per_s'][key]:,.0f}" for key in ("alone", "handing_over")),
+            f"{r['answers_with_equal_tokens']} of {r['answers_compared_with_decode_alone']}",
+        ]
         for r in measured
     ]
     head = ["", "prompt", "moved", "transfer", "decode's first token (range)", "cached by decode", "descriptors"]
     return (
         tables.markdown(head, body)
         + "\n\n"
-        + tables.markdown(["prefill, tokens a second", "alone", "handing over"], rates)
+        + tables.markdown(["prefill, tokens a second", "alone", "handing over", "answers equal to decode's own"], rates)
         + "\n\n"
         + "\n".join(f"- {_where(environment)}" for environment, _ in runs)
     )
