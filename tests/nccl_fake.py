@@ -98,6 +98,12 @@ class FakeStream:
     def enqueue(self, call: Any) -> None:
         self._calls.put(call)
 
+    def settle(self) -> None:
+        """Wait until everything enqueued so far is done."""
+        passed = threading.Event()
+        self.enqueue(passed.set)
+        assert passed.wait(30)
+
 
 def _carry_out(calls: queue.SimpleQueue) -> None:
     while (call := calls.get()) is not None:

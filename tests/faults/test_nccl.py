@@ -23,7 +23,7 @@ from tap import Tap, mangler
 import kvxfer
 from kvxfer.backends import discovery, nccl
 from kvxfer.backends.base import Direction
-from kvxfer.backends.nccl_messages import Put, Read, encode
+from kvxfer.backends.nccl_messages import Chunk, Coming, Read, encode
 from kvxfer.errors import BackendError, BufferTooSmall, InvalidRequest, KvxferError, MissingExtra, NoCommonBackend
 
 QUICK = {"heartbeat_s": 0.3, "peer_timeout_s": 3.0, "dial_timeout_s": 5.0, "chunk_bytes": 1 << 20}
@@ -354,7 +354,7 @@ def test_hostile_words_are_refused():
         with pytest.raises(BackendError, match="reads none"):
             link.post(Direction.READ, np.array([[memory.ctypes.data, 1, 8]], np.uint64))
         with pytest.raises(BackendError, match="not registered"):
-            link.hear(encode(Put(number=0, address=memory.ctypes.data + 1, nbytes=4096)))
+            link.hear(encode(Coming(generation=1, chunks=(Chunk(0, memory.ctypes.data + 1, 4096),))))
         assert link.lost
     finally:
         ours.close(), theirs.close()
