@@ -261,27 +261,29 @@ class Channel(abc.ABC):
             )
 
     def _move(self) -> None:
-        may_call, passed = False, True
+        passed = self._ask_for_queued()
         while passed:
-            issued: list[Crossing] = []
-            while self._launched() and self._queue and (together := self._together()):
-                may_call = may_call or self._site.may_call()
-                if not may_call:
-                    break
-                if self._stream is None:
-                    self._stream = self._site.gpus.stream(self._site.ordinal)
-                crossings = [self._queue.popleft() for _ in range(together)]
-                for crossing in crossings:
-                    crossing.issued = True
-                self._issued.extend(crossings)
-                self._issue(crossings, self._comm, self._stream.address)
-                issued += crossings
-            if issued:
-                self._have_issued(issued)
-            passed = self._take_passed()
-            if passed:
-                self._wait_anew()
-                self._have_passed(passed)
+            self._wait_anew()
+            self._have_passed(passed)
+            passed = self._ask_for_queued() if self._queue else []  # some may have waited for that
+
+    def _ask_for_queued(self) -> list[Crossing]:
+        """Ask NCCL for as much as may be asked for; returns what the stream has passed since the last look."""
+        issued: list[Crossing] = []
+        while self._launched() and self._queue and (together := self._together()):
+            if not issued and not self._site.may_call():
+                break
+            if self._stream is None:
+                self._stream = self._site.gpus.stream(self._site.ordinal)
+            crossings = [self._queue.popleft() for _ in range(together)]
+            for crossing in crossings:
+                crossing.issued = True
+            self._issued += crossings
+            self._issue(crossings, self._comm, self._stream.address)
+            issued += crossings
+        if issued:
+            self._have_issued(issued)
+        return self._take_passed() if self._issued else []
 
     def _launched(self) -> bool:
         """Whether NCCL has enqueued what it was last asked for: it may have to connect first, and then nothing else
@@ -322,7 +324,6 @@ class Channel(abc.ABC):
     def _end(self, crossing: Crossing) -> None:
         crossing.ended = True
         self._crossings.pop(crossing.number, None)
-        self._wait_anew()
 
     def _wait_anew(self) -> None:
         if self.state is State.OPEN:

@@ -79,6 +79,7 @@ class Writer(Channel):
             crossing.taken = True
             if crossing.passed:
                 self._end(crossing)
+        self._wait_anew()
 
     def _window_to_try(self, local: int) -> tuple[tuple[int, int] | None, str]:
         if not self._site.settings.one_sided:
