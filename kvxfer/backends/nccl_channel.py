@@ -70,6 +70,7 @@ class Site:
     settings: Settings
     say: Callable[[Any], None]  # to the peer's link, in order
     may_call: Callable[[], bool]  # whether the calling thread is on the right device, or was put there
+    soon: Callable[[Callable[[], None]], None]  # have the progress thread call, where another one may not
     window_memory: Callable[[int], tuple[int, int] | None]  # address and bytes of window memory around an address
 
 
@@ -109,6 +110,7 @@ class Channel(abc.ABC):
         self._queue: collections.deque[Crossing] = collections.deque()  # not asked of NCCL yet
         self._issued: collections.deque[Crossing] = collections.deque()  # not passed by the stream yet
         self._crossings: dict[int, Crossing] = {}  # not ended
+        self._left = False  # to the progress thread, which has been told
         self._behind: Event | None = None  # of a failed channel: behind all that its stream has to pass
 
     # --- what a link asks -----------------------------------------------------------------------------------
@@ -272,6 +274,7 @@ class Channel(abc.ABC):
         issued: list[Crossing] = []
         while self._launched() and self._queue and (together := self._together()):
             if not issued and not self._site.may_call():
+                self._leave_it()
                 break
             if self._stream is None:
                 self._stream = self._site.gpus.stream(self._site.ordinal)
@@ -284,6 +287,17 @@ class Channel(abc.ABC):
         if issued:
             self._have_issued(issued)
         return self._take_passed() if self._issued else []
+
+    def _leave_it(self) -> None:
+        """To the progress thread, which may call: it would look by itself, but perhaps only after a pause."""
+        if not self._left:
+            self._left = True
+            self._site.soon(self._take_over)
+
+    def _take_over(self) -> None:
+        with self._lock:
+            self._left = False
+            self._advance()
 
     def _launched(self) -> bool:
         """Whether NCCL has enqueued what it was last asked for: it may have to connect first, and then nothing else

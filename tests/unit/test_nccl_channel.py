@@ -35,6 +35,8 @@ class Side:
         self.memory = np.zeros(16 * NBYTES, np.uint8)
         self.said: collections.deque = collections.deque()
         self.has_window = self.options["one_sided"]
+        self.may_call = True
+        self.left: list = []  # to the progress thread
         defaults = {"max_ctas": 4, "one_sided": True, "open_timeout_s": LONG_S, "stall_timeout_s": LONG_S}
         self.channel = kind(
             Site(
@@ -43,7 +45,8 @@ class Side:
                 ordinal=0,
                 settings=Settings(**(defaults | settings)),
                 say=self.said.append,
-                may_call=lambda: True,
+                may_call=lambda: self.may_call,
+                soon=self.left.append,
                 window_memory=lambda _: (self.memory.ctypes.data, self.memory.nbytes) if self.has_window else None,
             )
         )
@@ -249,6 +252,22 @@ def test_what_is_sent_is_not_told_of_before_what_was_put_ahead_of_it():
     assert (put.issued, sent.issued, behind.issued) == (True, False, False)
     held.set()
     two.wait(lambda: two.everywhere(put, sent, behind))
+
+
+def test_what_a_thread_may_not_ask_for_is_left_to_the_progress_thread_once():
+    two = Two()
+    first = two.put(0)
+    two.wait(lambda: two.everywhere(first))
+    two.here.may_call = False
+    crossings = [two.put(1), two.put(2)]
+    assert not ended(*crossings) and not crossings[0].issued
+    [look] = two.here.left
+    two.here.may_call = True  # which it sets the device for
+    look()
+    assert crossings[0].issued
+    two.wait(lambda: two.everywhere(*crossings))
+    two.here.may_call = False
+    assert not ended(two.put(3)) and len(two.here.left) == 2
 
 
 def test_a_signal_is_waited_for_only_when_the_bytes_have_been_put():
