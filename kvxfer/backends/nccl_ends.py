@@ -28,6 +28,7 @@ from kvxfer.errors import BackendError, DeadlineExceeded
 _log = logging.getLogger(__name__)
 
 _MAX_ARRIVALS = 4096
+_SIGNALS_AT_ONCE = 1  # that one call of NCCL lets the taker's stream wait for
 
 
 class Writer(Channel):
@@ -255,14 +256,17 @@ class Taker(Channel):
         self._site.say(Window(generation=self.generation, why_not=why))
 
     def _together(self) -> int:
-        return 1
+        if not self._queue[0].is_put:
+            return 1
+        first = itertools.islice(self._queue, _SIGNALS_AT_ONCE)
+        return sum(1 for _ in itertools.takewhile(lambda crossing: crossing.is_put, first))
 
     def _issue(self, crossings: list[Crossing], comm: Communicator, stream: int) -> None:
-        for crossing in crossings:
-            if crossing.is_put:
-                comm.await_signal(stream)
-            else:
-                comm.receive(crossing.local, crossing.nbytes, stream)
+        if crossings[0].is_put:
+            comm.await_signals(len(crossings), stream)
+        else:
+            [crossing] = crossings
+            comm.receive(crossing.local, crossing.nbytes, stream)
 
     def _have_issued(self, crossings: list[Crossing]) -> None:
         pass

@@ -126,7 +126,7 @@ class Communicator:
         self._library, self._nccl, self._comm = library, library._nccl, comm
         self._uint8 = int(self._nccl.DataType.Uint8)
         self._success, self._in_progress = int(self._nccl.Result.Success), int(self._nccl.Result.InProgress)
-        self._signal: bytearray | None = None  # what is waited for
+        self._signals: dict[int, bytearray] = {}  # what is waited for, by how many
         self._window: Any = None
 
     def ready(self) -> bool:
@@ -162,14 +162,15 @@ class Communicator:
         with self._library._translated("NCCL cannot put", self._comm):
             self._nccl.put_signal(address, nbytes, self._uint8, 1, self._window, offset, 0, 0, 0, self._comm, stream)
 
-    def await_signal(self, stream: int) -> None:
-        """Let a stream wait for one more signal of the other rank."""
-        if self._signal is None:
+    def await_signals(self, count: int, stream: int) -> None:
+        """Let a stream wait for so many more signals of the other rank."""
+        signals = self._signals.get(count)
+        if signals is None:
             wanted = self._nccl.WaitSignalDesc()
-            wanted.op_cnt, wanted.peer, wanted.sig_idx, wanted.ctx = 1, 0, 0, 0
-            self._signal = bytearray(bytes(wanted))
+            wanted.op_cnt, wanted.peer, wanted.sig_idx, wanted.ctx = count, 0, 0, 0
+            signals = self._signals[count] = bytearray(bytes(wanted))
         with self._library._translated("NCCL cannot wait for a signal", self._comm):
-            self._nccl.wait_signal(1, self._signal, self._comm, stream)
+            self._nccl.wait_signal(1, signals, self._comm, stream)
 
     def abort(self) -> None:
         """End it and what it has enqueued, without the other rank. May take a while; idempotent."""

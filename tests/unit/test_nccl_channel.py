@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 
-from kvxfer.backends import nccl_channel, nccl_messages
+from kvxfer.backends import nccl_channel, nccl_ends, nccl_messages
 from kvxfer.backends.nccl_channel import TRANSITIONS, Crossing, Settings, Site, State
 from kvxfer.backends.nccl_ends import Taker, Writer
 from kvxfer.backends.nccl_messages import Accept, Came, Chunk, Coming, Failed, Open, Taken, Window
@@ -219,7 +219,26 @@ def test_what_is_taken_includes_all_before():
     assert two.heard_of(Taken)[-1].number == 3
 
 
-def test_chunks_outside_of_the_window_are_sent():
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_signals_may_be_waited_for_together(at_once, monkeypatch):
+    monkeypatch.setattr(nccl_ends, "_SIGNALS_AT_ONCE", at_once)
+    two, waits = Two(here={"one_sided": True}, there={"one_sided": True}), []
+    first = two.put(0)
+    two.wait(lambda: two.everywhere(first))
+    crossings = [two.put(slot) for slot in range(1, 12)]
+    two.writer._stream.settle()
+    assert ended(*crossings)
+    ask = two.taker._comm.await_signals
+    two.taker._comm.await_signals = lambda count, stream: waits.append(count) or ask(count, stream)
+    two.wait(lambda: two.everywhere(*crossings))
+    assert sum(waits) == 11 and max(waits) == at_once
+    assert np.array_equal(two.there.memory[: 12 * NBYTES], two.here.memory[: 12 * NBYTES])
+    assert two.taker.is_at_rest and len(two.taker._free_events) == len({*map(id, two.taker._free_events)})
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_chunks_outside_of_the_window_are_sent(at_once, monkeypatch):
+    monkeypatch.setattr(nccl_ends, "_SIGNALS_AT_ONCE", at_once)
     two = Two(here={"one_sided": True}, there={"one_sided": True})
     first = two.put(0)
     two.wait(lambda: two.everywhere(first))
