@@ -98,6 +98,12 @@ class FakeStream:
     def enqueue(self, call: Any) -> None:
         self._calls.put(call)
 
+    def settle(self) -> None:
+        """Wait until everything enqueued so far is done."""
+        passed = threading.Event()
+        self.enqueue(passed.set)
+        assert passed.wait(30)
+
 
 def _carry_out(calls: queue.SimpleQueue) -> None:
     while (call := calls.get()) is not None:
@@ -306,8 +312,8 @@ class FakeComm:
         if self._may_leave():
             self.say(b"P", offset, ctypes.string_at(address, nbytes))
 
-    def do_wait_signal(self) -> None:
-        self.waited_signals += 1
+    def do_wait_signal(self, count: int) -> None:
+        self.waited_signals += count
         wanted = self.waited_signals
         self.wait_for(lambda: self.signals >= wanted, until_aborted=False)
 
@@ -428,9 +434,10 @@ class FakeNccl:
             FakeStream.by_address[stream].enqueue(lambda: comm.do_put(address, count, offset))
 
     def wait_signal(self, count: int, wanted: bytes, comm: FakeComm, stream: int) -> None:
-        assert count == 1 and bytes(wanted) == struct.pack("<4i", 1, 0, 0, 0)
+        signals, *others = struct.unpack("<4i", bytes(wanted))
+        assert count == 1 and signals > 0 and others == [0, 0, 0]
         with comm.called():
-            FakeStream.by_address[stream].enqueue(comm.do_wait_signal)
+            FakeStream.by_address[stream].enqueue(lambda: comm.do_wait_signal(signals))
 
     def mem_alloc(self, nbytes: int) -> int:
         memory = np.zeros(nbytes, np.uint8)

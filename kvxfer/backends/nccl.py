@@ -238,6 +238,7 @@ class NcclBackend(Backend):
             settings=self.settings,
             say=lambda said: line.say(encode(said)),
             may_call=may_call,
+            soon=lambda call: line.until(lambda: True, lambda _: call()),
             window_memory=self.window_memory,
         )
 

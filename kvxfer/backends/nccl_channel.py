@@ -2,7 +2,7 @@
 
 Each direction has a communicator of its own, so that two processes that write to each other never wait for each other:
 NCCL carries out the calls of one communicator in order. Both ends make the same calls in the same order, which is the
-order in which the writer has announced its chunks.
+order of its chunks.
 
 Nothing here waits. Whoever asks whether a crossing has ended takes the channel a step further. A channel that fails
 aborts its communicator and stays failed; its crossings end once its stream has passed what was enqueued, since a kernel
@@ -25,7 +25,7 @@ from typing import Any
 
 from kvxfer.backends.base import Operation
 from kvxfer.backends.nccl_library import Communicator, Event, Gpus, Library, Stream
-from kvxfer.backends.nccl_messages import Failed, Go
+from kvxfer.backends.nccl_messages import Failed
 from kvxfer.errors import BackendError, DeadlineExceeded, KvxferError, PeerGone, as_kvxfer_error
 
 _log = logging.getLogger(__name__)
@@ -70,6 +70,7 @@ class Site:
     settings: Settings
     say: Callable[[Any], None]  # to the peer's link, in order
     may_call: Callable[[], bool]  # whether the calling thread is on the right device, or was put there
+    soon: Callable[[Callable[[], None]], None]  # have the progress thread call, where another one may not
     window_memory: Callable[[int], tuple[int, int] | None]  # address and bytes of window memory around an address
 
 
@@ -80,9 +81,9 @@ class Crossing(Operation):
         self.number, self.local, self.remote, self.nbytes = number, local, remote, nbytes
         self.announced = number + 1
         self._channel = channel
-        self.event: Event | None = None
-        self.issued = self.passed = self.taken = self.is_put = False
-        self.go: Go | None = None
+        self.event: Event | None = None  # behind what NCCL was asked for, and perhaps for others as well
+        self.issued = self.passed = self.taken = self.ended = False
+        self.is_put = False  # not sent
 
     def poll(self) -> bool:
         return self._channel.has_ended(self)
@@ -109,7 +110,7 @@ class Channel(abc.ABC):
         self._queue: collections.deque[Crossing] = collections.deque()  # not asked of NCCL yet
         self._issued: collections.deque[Crossing] = collections.deque()  # not passed by the stream yet
         self._crossings: dict[int, Crossing] = {}  # not ended
-        self._used = False  # a chunk has been asked for
+        self._left = False  # to the progress thread, which has been told
         self._behind: Event | None = None  # of a failed channel: behind all that its stream has to pass
 
     # --- what a link asks -----------------------------------------------------------------------------------
@@ -117,22 +118,34 @@ class Channel(abc.ABC):
     def advance(self) -> None:
         """Take the channel as far as it gets without waiting."""
         with self._lock:
-            if self.state in (State.CLOSED, State.FAILED) and not (self.state is State.CLOSED and self._crossings):
-                return
-            try:
-                self._step()
-            except Exception as error:
-                self.fail(as_kvxfer_error(error))
+            self._advance()
+
+    def _advance(self) -> None:
+        if self.state in (State.CLOSED, State.FAILED):
+            return
+        try:
+            self._step()
+        except Exception as error:
+            self.fail(as_kvxfer_error(error))
 
     def has_ended(self, crossing: Crossing) -> bool:
         """Whether a crossing has; raises the channel's error once it has ended by that."""
-        self.advance()
+        if crossing.ended:
+            return True
         with self._lock:
-            if crossing.number not in self._crossings:
+            self._advance()
+            if crossing.ended:
                 return True
             if self.state is not State.FAILED or (crossing.issued and not crossing.passed and not self.is_at_rest):
                 return False
             raise self.error
+
+    def is_idle(self) -> bool:
+        """Whether there is nothing to advance for; advances."""
+        with self._lock:
+            self._advance()
+            at_work = self.state in (State.JOINING, State.WINDOW) or (self.state is State.OPEN and self._crossings)
+            return not at_work
 
     @property
     def is_at_rest(self) -> bool:
@@ -153,13 +166,13 @@ class Channel(abc.ABC):
         with self._lock:
             if self.state is State.FAILED:
                 return
-            used = self.state is not State.CLOSED or bool(self._crossings)
+            used = self.generation > 0
             self._to(State.FAILED)
             self.error = error
             self._queue.clear()
             if used and not isinstance(error, PeerGone):
                 _log.warning("an NCCL channel has failed: %s", error)
-            if used and tell:
+            if tell:
                 self._site.say(Failed(writing=self.rank == 0, reason=str(error)))
             if self._issued and self._issued[-1].event is None:
                 self._abort(then=self._mark_end)  # NCCL may still put something on the stream
@@ -240,30 +253,51 @@ class Channel(abc.ABC):
                 )
         if self.state is State.WINDOW:
             self._look_at_window()
-        if self.state is State.OPEN:
-            self._move()
-        if self._crossings and self.state in (State.OPEN, State.CLOSED) and time.monotonic() > self._due:
+        if self.state is not State.OPEN:
+            return
+        self._move()
+        if self._crossings and time.monotonic() > self._due:
             raise DeadlineExceeded(
                 f"NCCL has moved nothing for {self._site.settings.stall_timeout_s:g} s, with {len(self._crossings)} "
                 "chunks under way"
             )
 
     def _move(self) -> None:
-        while self._launched():
-            if not self._queue or not self._may_go(self._queue[0]) or not self._site.may_call():
+        passed = self._ask_for_queued()
+        while passed:
+            self._wait_anew()
+            self._have_passed(passed)
+            passed = self._ask_for_queued() if self._queue else []  # some may have waited for that
+
+    def _ask_for_queued(self) -> list[Crossing]:
+        """Ask NCCL for as much as may be asked for; returns what the stream has passed since the last look."""
+        issued: list[Crossing] = []
+        while self._launched() and self._queue and (together := self._together()):
+            if not issued and not self._site.may_call():
+                self._leave_it()
                 break
-            crossing = self._queue.popleft()
             if self._stream is None:
                 self._stream = self._site.gpus.stream(self._site.ordinal)
-            crossing.issued = self._used = True
-            self._issued.append(crossing)
-            self._issue(crossing, self._comm, self._stream.address)
-        while self._issued and self._issued[0].event is not None and self._issued[0].event.done():
-            crossing = self._issued.popleft()
-            self._free_events.append(crossing.event)
-            crossing.passed = True
-            self._wait_anew()
-            self._has_passed(crossing)
+            crossings = [self._queue.popleft() for _ in range(together)]
+            for crossing in crossings:
+                crossing.issued = True
+            self._issued += crossings
+            self._issue(crossings, self._comm, self._stream.address)
+            issued += crossings
+        if issued:
+            self._have_issued(issued)
+        return self._take_passed() if self._issued else []
+
+    def _leave_it(self) -> None:
+        """To the progress thread, which may call: it would look by itself, but perhaps only after a pause."""
+        if not self._left:
+            self._left = True
+            self._site.soon(self._take_over)
+
+    def _take_over(self) -> None:
+        with self._lock:
+            self._left = False
+            self._advance()
 
     def _launched(self) -> bool:
         """Whether NCCL has enqueued what it was last asked for: it may have to connect first, and then nothing else
@@ -274,8 +308,26 @@ class Channel(abc.ABC):
             return False
         event = self._free_events.pop() if self._free_events else self._site.gpus.event(self._site.ordinal)
         event.record(self._stream.address)
-        self._issued[-1].event = event
+        for crossing in reversed(self._issued):
+            if crossing.event is not None:
+                break
+            crossing.event = event
         return True
+
+    def _take_passed(self) -> list[Crossing]:
+        """What the stream has passed, and was not known to have."""
+        passed: list[Crossing] = []
+        done: Event | None = None
+        while self._issued and (event := self._issued[0].event) is not None:
+            if event is not done:
+                if not event.done():
+                    break
+                done = event
+                self._free_events.append(event)
+            crossing = self._issued.popleft()
+            crossing.passed = True
+            passed.append(crossing)
+        return passed
 
     def _add(self, crossing: Crossing) -> None:
         if not self._crossings:
@@ -284,11 +336,11 @@ class Channel(abc.ABC):
         self._queue.append(crossing)
 
     def _end(self, crossing: Crossing) -> None:
+        crossing.ended = True
         self._crossings.pop(crossing.number, None)
-        self._wait_anew()
 
     def _wait_anew(self) -> None:
-        if self.state in (State.OPEN, State.CLOSED):
+        if self.state is State.OPEN:
             self._due = time.monotonic() + self._site.settings.stall_timeout_s
 
     def _make_window(self) -> None:
@@ -331,16 +383,20 @@ class Channel(abc.ABC):
         """There will be none, and nothing can be said of the state of the communicator."""
 
     @abc.abstractmethod
-    def _may_go(self, crossing: Crossing) -> bool:
-        """Whether NCCL may be asked for the next chunk."""
+    def _together(self) -> int:
+        """How many of the queued chunks the next call of NCCL is for; 0 while there may be none."""
 
     @abc.abstractmethod
-    def _issue(self, crossing: Crossing, comm: Communicator, stream: int) -> None:
-        """Ask for it."""
+    def _issue(self, crossings: list[Crossing], comm: Communicator, stream: int) -> None:
+        """Ask for them."""
 
     @abc.abstractmethod
-    def _has_passed(self, crossing: Crossing) -> None:
-        """The stream has passed it."""
+    def _have_issued(self, crossings: list[Crossing]) -> None:
+        """All were asked for that can be now."""
+
+    @abc.abstractmethod
+    def _have_passed(self, crossings: list[Crossing]) -> None:
+        """The stream has passed these since the last look."""
 
 
 def _aside(call: Callable[[], None]) -> None:

@@ -12,8 +12,6 @@ import ctypes
 import importlib
 import importlib.metadata
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -80,18 +78,30 @@ class Library:
         except self._nccl.NCCLError as error:
             raise ResourceExhausted(f"NCCL has no {nbytes} bytes of GPU memory for staging: {error}") from error
 
-    @contextmanager
-    def _translated(self, what: str, comm: Any = None) -> Iterator[None]:
-        try:
-            yield
-        except self._nccl.NCCLError as error:
-            raise BackendError(f"{what}: {error}{self._last_error(comm)}") from error
-        except RuntimeError as error:  # a function that this libnccl lacks
-            raise BackendError(f"{what}: {error}") from error
+    def _translated(self, what: str, comm: Any = None) -> _Translated:
+        return _Translated(self, what, comm)
 
     def _last_error(self, comm: Any) -> str:
         said = self._nccl.get_last_error(comm) if comm else ""
         return f" ({said.strip()})" if said else ""
+
+
+class _Translated:
+    """Around calls of NCCL: its errors become ours. A class, since a generator costs more than some of the calls."""
+
+    __slots__ = ("_comm", "_library", "_what")
+
+    def __init__(self, library: Library, what: str, comm: Any) -> None:
+        self._library, self._what, self._comm = library, what, comm
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, self._library._nccl.NCCLError):
+            raise BackendError(f"{self._what}: {error}{self._library._last_error(self._comm)}") from error
+        if isinstance(error, RuntimeError):  # a function that this libnccl lacks
+            raise BackendError(f"{self._what}: {error}") from error
 
 
 class WindowMemory:
@@ -115,15 +125,17 @@ class Communicator:
     def __init__(self, library: Library, comm: Any) -> None:
         self._library, self._nccl, self._comm = library, library._nccl, comm
         self._uint8 = int(self._nccl.DataType.Uint8)
+        self._success, self._in_progress = int(self._nccl.Result.Success), int(self._nccl.Result.InProgress)
+        self._signals: dict[int, bytearray] = {}  # what is waited for, by how many
         self._window: Any = None
 
     def ready(self) -> bool:
         """Whether NCCL has done what it was last asked for. Raises BackendError when the communicator has failed."""
         with self._library._translated("NCCL's communicator has failed", self._comm):
             state = int(self._nccl.comm_get_async_error(self._comm))
-            if state not in (int(self._nccl.Result.Success), int(self._nccl.Result.InProgress)):
+            if state not in (self._success, self._in_progress):
                 raise self._nccl.NCCLError(state)
-        return state == int(self._nccl.Result.Success)
+        return state == self._success
 
     def send(self, address: int, nbytes: int, stream: int) -> None:
         """Enqueue a send to the other rank."""
@@ -150,12 +162,15 @@ class Communicator:
         with self._library._translated("NCCL cannot put", self._comm):
             self._nccl.put_signal(address, nbytes, self._uint8, 1, self._window, offset, 0, 0, 0, self._comm, stream)
 
-    def await_signal(self, stream: int) -> None:
-        """Let a stream wait for one more signal of the other rank."""
-        wanted = self._nccl.WaitSignalDesc()
-        wanted.op_cnt, wanted.peer, wanted.sig_idx, wanted.ctx = 1, 0, 0, 0
+    def await_signals(self, count: int, stream: int) -> None:
+        """Let a stream wait for so many more signals of the other rank."""
+        signals = self._signals.get(count)
+        if signals is None:
+            wanted = self._nccl.WaitSignalDesc()
+            wanted.op_cnt, wanted.peer, wanted.sig_idx, wanted.ctx = count, 0, 0, 0
+            signals = self._signals[count] = bytearray(bytes(wanted))
         with self._library._translated("NCCL cannot wait for a signal", self._comm):
-            self._nccl.wait_signal(1, bytearray(bytes(wanted)), self._comm, stream)
+            self._nccl.wait_signal(1, signals, self._comm, stream)
 
     def abort(self) -> None:
         """End it and what it has enqueued, without the other rank. May take a while; idempotent."""

@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 
 from kvxfer.backends.base import ControlLine, Direction, Link, Operation, RemoteRegion
-from kvxfer.backends.nccl_channel import Channel, Crossing, State
+from kvxfer.backends.nccl_channel import Channel, State
 from kvxfer.backends.nccl_ends import Taker, Writer
-from kvxfer.backends.nccl_messages import Accept, Answer, Failed, Go, Open, Put, Read, Taken, Window, decode, encode
+from kvxfer.backends.nccl_messages import Answer, Came, Coming, Failed, FromTaker, Open, Read, decode, encode
 from kvxfer.backends.process import Process
 from kvxfer.errors import BackendError, DeadlineExceeded, KvxferError, PeerGone
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 256 << 10  # of what is read over the control channel
 HOST, GPU = "host", "gpu"
-_MAX_ARRIVALS = 4096
 
 
 class Handle(msgspec.Struct, frozen=True, array_like=True):
@@ -60,7 +59,7 @@ class NcclLink(Link):
         self._line: ControlLine | None = None
         self._writer: Writer | None = None
         self._taker: Taker | None = None
-        self._arrivals: dict[int, Crossing] = {}  # by number; not asked for yet
+        self._attends = False  # whether the progress thread looks at the taker
         self._questions: dict[int, _Question] = {}
         self._keys = itertools.count(1)
         self._ended: KvxferError | None = None
@@ -96,11 +95,8 @@ class NcclLink(Link):
         return self._channel(Writer).put(local, remote, nbytes)
 
     def arrival(self, address: int, announced: int) -> Operation:
-        with self._lock:
-            arrival = self._arrivals.pop(announced, None)
-        if arrival is None or arrival.local != address:
-            raise BackendError(f"the peer's link has not announced chunk {announced} for {address:#x}")
-        return arrival
+        taker = self._channel(Taker)
+        return taker.arrival(address, announced) or _Expected(taker, address, announced)
 
     def read(self, remote_address: int, nbytes: int, *, timeout_s: float) -> bytes:
         until, pieces = time.monotonic() + timeout_s, []
@@ -144,26 +140,37 @@ class NcclLink(Link):
         elif isinstance(said, Failed):
             channel = self._channel(Taker if said.writing else Writer)
             channel.fail(BackendError(f"the peer gave the NCCL channel up: {said.reason}"), tell=False)
-        elif isinstance(said, Put):
-            self._announced(said)
+        elif isinstance(said, (Came, Coming)):
+            self._come(said)
         else:
-            assert isinstance(said, (Open, Go, Accept, Window, Taken))
-            self._channel(Taker if isinstance(said, (Open, Go)) else Writer).hear(said)
+            assert isinstance(said, Open | FromTaker)
+            channel = self._channel(Taker if isinstance(said, Open) else Writer)
+            channel.hear(said)
+            if isinstance(said, Open):
+                self._attend(channel)
 
-    def _announced(self, said: Put) -> None:
+    def _come(self, said: Came | Coming) -> None:
         taker = self._channel(Taker)
         try:
-            if not self._backend.holds(said.address, said.nbytes):
-                raise BackendError(f"{said.nbytes} bytes at {said.address:#x} are not registered for peers to write to")
-            arrival = taker.announce(said)
+            for chunk in said.chunks:
+                if not self._backend.holds(chunk.address, chunk.nbytes):
+                    raise BackendError(
+                        f"{chunk.nbytes} bytes at {chunk.address:#x} are not registered for peers to write to"
+                    )
+            taker.tell(said)
         except BackendError as error:  # the ends do not agree any more on what comes next
             taker.fail(error)
             raise
-        with self._lock:
-            self._arrivals[arrival.announced] = arrival
-            while len(self._arrivals) > _MAX_ARRIVALS:  # of transfers that were stopped
-                del self._arrivals[next(iter(self._arrivals))]
-        self._line.until(arrival.poll, lambda _: None)
+        self._attend(taker)
+
+    def _attend(self, taker: Taker) -> None:
+        """Have the progress thread look at what comes: it may not be asked for yet, or never be."""
+        if not self._attends:
+            self._attends = True
+            self._line.until(taker.is_idle, self._idle)
+
+    def _idle(self, _: BaseException | None) -> None:
+        self._attends = False
 
     def _answer(self, said: Read) -> None:
         try:
@@ -228,6 +235,22 @@ class NcclLink(Link):
         self.hang_up(PeerGone("the link to the peer is closed"))
         if self._host is not None:
             self._host.close()
+
+
+class _Expected(Operation):
+    """A chunk that the peer has announced sooner than its link told of it: each puts its words in line by itself."""
+
+    def __init__(self, taker: Taker, address: int, announced: int) -> None:
+        self._taker, self._address, self._announced = taker, address, announced
+        self._due = time.monotonic() + taker.stall_timeout_s
+        self._arrival: Operation | None = None
+
+    def poll(self) -> bool:
+        if self._arrival is None:
+            if time.monotonic() > self._due:  # the ends do not agree any more on what comes next
+                self._taker.fail(DeadlineExceeded("the peer's link does not tell of a chunk that was announced"))
+            self._arrival = self._taker.arrival(self._address, self._announced)
+        return self._arrival is not None and self._arrival.poll()
 
 
 class _Question:

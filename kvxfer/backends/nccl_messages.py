@@ -1,8 +1,9 @@
 """What the two links of an NCCL pair say to each other, over the control channel.
 
-A channel has one direction. Its *writer* opens it, announces every chunk, and is told when one has been taken; its
-*taker* answers. Both ends number the channel's communicators, its *generations*: what is said of an earlier one is
-dropped.
+A channel has one direction. Its *writer* opens it, and tells of every chunk once, in order: of those that it has put
+when they have crossed, of those that it sends when the other end has to receive them. Its *taker* answers, and says
+when it has received what was sent. Both ends number the channel's communicators, its *generations*. No chunk is told
+of before the channel is open, so each belongs to the last one.
 
 Imports msgspec and errors.
 """
@@ -45,24 +46,30 @@ class Window(_Said, tag="window"):
     why_not: str
 
 
-class Put(_Said, tag="put"):
-    """Writer: chunk `number` of the channel will come, into [address, address + nbytes) of the taker's memory."""
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """Chunk `number` of the channel, for [address, address + nbytes) of the taker's memory."""
 
     number: int
     address: int
     nbytes: int
 
 
-class Go(_Said, tag="go"):
-    """Writer, where there is a window: chunk `number` is sent now, or (`signalled`) has been put."""
+class Came(_Said, tag="came"):
+    """Writer, where there is a window: its stream has passed the puts of these chunks, so their signals will come."""
 
     generation: int
-    number: int
-    signalled: bool
+    chunks: tuple[Chunk, ...]
+
+
+class Coming(_Said, tag="coming"):
+    """Writer: these chunks are sent and must be received, for want of a window or of memory that lies in it."""
+
+    generation: int
+    chunks: tuple[Chunk, ...]
 
 
 class Taken(_Said, tag="taken"):
-    """Taker: chunk `number` is in place, and with it all before."""
+    """Taker: chunk `number`, which was sent, is in place, and with it all before."""
 
     number: int
 
@@ -90,15 +97,15 @@ class Answer(_Said, tag="answer"):
     why_not: str
 
 
-FromWriter = Open | Put | Go
+FromWriter = Open | Came | Coming
 FromTaker = Accept | Window | Taken
 _ANY = FromWriter | FromTaker | Failed | Read | Answer
-_decoder = msgspec.msgpack.Decoder(_ANY)
+_decoder, _encoder = msgspec.msgpack.Decoder(_ANY), msgspec.msgpack.Encoder()
 
 
 def encode(said: _Said) -> bytes:
     """As bytes."""
-    return msgspec.msgpack.encode(said)
+    return _encoder.encode(said)
 
 
 def decode(payload: bytes) -> _Said:

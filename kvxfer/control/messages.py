@@ -5,6 +5,7 @@ Protocol history:
   2  (2026-11)  slots of the lease table have 64 bytes, with words for streams and the shelf, which descriptions name
   3  (2026-11)  links of a backend may speak to each other; a chunk may be told of before its bytes are there
   4  (2026-11)  one message tells of several chunks and brings their headers, or gives several slots back
+  5  (2026-11)  chunks are told of once they are written; links over NCCL tell of all puts that have passed at once
 
 Imports msgspec, layout and errors.
 """
@@ -18,7 +19,7 @@ import msgspec
 from kvxfer.errors import ProtocolMismatch
 from kvxfer.layout import CacheLayout
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_MESSAGE_BYTES = 1 << 20  # unless `Limits.max_message_bytes` says otherwise
 NO_TRANSFER = 0
 

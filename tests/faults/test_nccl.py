@@ -23,7 +23,7 @@ from tap import Tap, mangler
 import kvxfer
 from kvxfer.backends import discovery, nccl
 from kvxfer.backends.base import Direction
-from kvxfer.backends.nccl_messages import Put, Read, encode
+from kvxfer.backends.nccl_messages import Chunk, Coming, Read, encode
 from kvxfer.errors import BackendError, BufferTooSmall, InvalidRequest, KvxferError, MissingExtra, NoCommonBackend
 
 QUICK = {"heartbeat_s": 0.3, "peer_timeout_s": 3.0, "dial_timeout_s": 5.0, "chunk_bytes": 1 << 20}
@@ -168,9 +168,10 @@ def test_a_slow_prefill_slows_no_fetch_from_another(start):
     rest(decode, slow, quick)
 
 
-def test_a_cancelled_transfer_in_mid_chunk_leaves_the_channel_in_step(start):
-    prefill = start("prefill", fill=1, **options(SLOW, **LARGE))
-    decode = start("decode", **options(**LARGE))
+@pytest.mark.parametrize("mode", MODES)
+def test_a_cancelled_transfer_in_mid_chunk_leaves_the_channel_in_step(start, mode):
+    prefill = start("prefill", fill=1, **options(MODES[mode] | SLOW, **LARGE))
+    decode = start("decode", **options(MODES[mode], **LARGE))
     assert decode.fetch_now(prefill.publish([0])) == "packed"
     for round_ in range(3):
         key = decode.fetch(prefill.publish(MANY), MANY)
@@ -198,8 +199,9 @@ def test_both_directions_at_once(start, mode):
     rest(*sides)
 
 
-def test_messages_that_are_lost_doubled_or_out_of_order_end_transfers_and_leak_nothing(start):
-    tap, given = Tap(), options({"stall_timeout_s": 3.0})
+@pytest.mark.parametrize("mode", MODES)
+def test_messages_that_are_lost_doubled_or_out_of_order_end_transfers_and_leak_nothing(start, mode):
+    tap, given = Tap(), options(MODES[mode] | {"stall_timeout_s": 3.0})
     try:
         own = {"listen": f"tcp://127.0.0.1:{free_port()}", "advertise": tap.endpoint}
         prefill, decode = start("p", fill=1, **own, **given), start("d", **given)
@@ -354,7 +356,7 @@ def test_hostile_words_are_refused():
         with pytest.raises(BackendError, match="reads none"):
             link.post(Direction.READ, np.array([[memory.ctypes.data, 1, 8]], np.uint64))
         with pytest.raises(BackendError, match="not registered"):
-            link.hear(encode(Put(number=0, address=memory.ctypes.data + 1, nbytes=4096)))
+            link.hear(encode(Coming(generation=1, chunks=(Chunk(0, memory.ctypes.data + 1, 4096),))))
         assert link.lost
     finally:
         ours.close(), theirs.close()

@@ -13,10 +13,10 @@ import time
 import numpy as np
 import pytest
 
-from kvxfer.backends import nccl_channel, nccl_messages
+from kvxfer.backends import nccl_channel, nccl_ends, nccl_messages
 from kvxfer.backends.nccl_channel import TRANSITIONS, Crossing, Settings, Site, State
 from kvxfer.backends.nccl_ends import Taker, Writer
-from kvxfer.backends.nccl_messages import Accept, Failed, Go, Open, Put, Taken, Window
+from kvxfer.backends.nccl_messages import Accept, Came, Chunk, Coming, Failed, Open, Taken, Window
 from kvxfer.errors import BackendError, DeadlineExceeded, KvxferError, PeerGone
 from tests import nccl_fake
 from tests.processes import until
@@ -35,6 +35,8 @@ class Side:
         self.memory = np.zeros(16 * NBYTES, np.uint8)
         self.said: collections.deque = collections.deque()
         self.has_window = self.options["one_sided"]
+        self.may_call = True
+        self.left: list = []  # to the progress thread
         defaults = {"max_ctas": 4, "one_sided": True, "open_timeout_s": LONG_S, "stall_timeout_s": LONG_S}
         self.channel = kind(
             Site(
@@ -43,7 +45,8 @@ class Side:
                 ordinal=0,
                 settings=Settings(**(defaults | settings)),
                 say=self.said.append,
-                may_call=lambda: True,
+                may_call=lambda: self.may_call,
+                soon=self.left.append,
                 window_memory=lambda _: (self.memory.ctypes.data, self.memory.nbytes) if self.has_window else None,
             )
         )
@@ -76,8 +79,11 @@ class Two:
                 self.heard.append(said)
                 if isinstance(said, Failed):
                     other.channel.fail(BackendError(said.reason), tell=False)
-                elif isinstance(said, Put):
-                    self.arrivals.append(self.taker.announce(said))
+                elif isinstance(said, (Came, Coming)):
+                    self.taker.tell(said)
+                    for chunk in said.chunks:
+                        if self.taker.state is not State.FAILED:
+                            self.arrivals.append(self.taker.arrival(chunk.address, chunk.number + 1))
                 else:
                     other.channel.hear(said)
         self.writer.advance()
@@ -89,6 +95,14 @@ class Two:
 
     def heard_of(self, kind: type) -> list:
         return [said for said in self.heard if isinstance(said, kind)]
+
+    def told(self, kind: type) -> list[int]:
+        """Numbers of the chunks that were told of in such messages."""
+        return [chunk.number for said in self.heard_of(kind) for chunk in said.chunks]
+
+    def everywhere(self, *crossings: Crossing) -> bool:
+        """Whether these have crossed and arrived, and all before."""
+        return ended(*crossings) and len(self.arrivals) > crossings[-1].number and ended(*self.arrivals)
 
 
 @pytest.fixture(autouse=True)
@@ -120,16 +134,36 @@ def test_the_table_of_transitions(before, after):
 def test_chunks_cross_in_order(one_sided):
     two = Two(here={"one_sided": one_sided}, there={"one_sided": one_sided})
     crossings = [two.put(slot) for slot in range(12)]
-    two.wait(lambda: ended(*crossings))
+    two.wait(lambda: two.everywhere(*crossings))
     assert np.array_equal(two.there.memory[: 12 * NBYTES], two.here.memory[: 12 * NBYTES])
     assert not two.there.memory[12 * NBYTES :].any()
-    assert [said.number for said in two.heard_of(Taken)] == list(range(12))
     assert two.writer.one_sided == two.taker.one_sided == one_sided
-    assert [said.signalled for said in two.heard_of(Go)] == [True] * 12 * one_sided
+    assert two.told(Came if one_sided else Coming) == list(range(12))
+    assert not two.heard_of(Coming if one_sided else Came)
+    taken = [said.number for said in two.heard_of(Taken)]
+    assert taken == [] if one_sided else (taken == sorted(taken) and taken[-1] == 11)
     again = two.put(13)  # an idle channel goes on
-    two.wait(lambda: ended(again))
+    two.wait(lambda: two.everywhere(again))
     assert two.writer.generation == two.taker.generation == 1
-    assert two.writer.is_at_rest and two.taker.is_at_rest and not two.writer._crossings
+    assert two.writer.is_at_rest and two.taker.is_at_rest and two.writer.is_idle()
+
+
+def test_one_message_tells_of_all_puts_that_have_passed():
+    two = Two(here={"one_sided": True}, there={"one_sided": True})
+    first = two.put(0)
+    two.wait(lambda: two.everywhere(first))
+    held = threading.Event()
+    nccl_fake.FakeStream.by_address[two.writer._stream.address].enqueue(held.wait)
+    crossings = [two.put(slot) for slot in range(1, 6)]
+    assert not two.here.said and all(crossing.issued for crossing in crossings)
+    held.set()
+    two.writer._stream.settle()
+    assert ended(*crossings)  # before the other end has heard of them
+    [came] = two.here.said
+    assert [chunk.number for chunk in came.chunks] == [1, 2, 3, 4, 5]
+    two.wait(lambda: len(two.arrivals) == 6 and ended(*two.arrivals))
+    assert np.array_equal(two.there.memory[: 6 * NBYTES], two.here.memory[: 6 * NBYTES])
+    assert not two.there.said and not two.heard_of(Taken)
 
 
 REFUSALS = {
@@ -180,43 +214,98 @@ def test_what_is_taken_includes_all_before():
     two = Two()
     crossings = [two.put(slot) for slot in range(4)]
     hear = two.writer.hear
-    two.writer.hear = lambda said: None if isinstance(said, Taken) and said.number in (0, 1) else hear(said)
+    two.writer.hear = lambda said: None if isinstance(said, Taken) and said.number < 3 else hear(said)
     two.wait(lambda: ended(*crossings))
-    assert [said.number for said in two.heard_of(Taken)] == [0, 1, 2, 3]
+    assert two.heard_of(Taken)[-1].number == 3
 
 
-def test_chunks_outside_of_the_window_are_sent():
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_signals_may_be_waited_for_together(at_once, monkeypatch):
+    monkeypatch.setattr(nccl_ends, "_SIGNALS_AT_ONCE", at_once)
+    two, waits = Two(here={"one_sided": True}, there={"one_sided": True}), []
+    first = two.put(0)
+    two.wait(lambda: two.everywhere(first))
+    crossings = [two.put(slot) for slot in range(1, 12)]
+    two.writer._stream.settle()
+    assert ended(*crossings)
+    ask = two.taker._comm.await_signals
+    two.taker._comm.await_signals = lambda count, stream: waits.append(count) or ask(count, stream)
+    two.wait(lambda: two.everywhere(*crossings))
+    assert sum(waits) == 11 and max(waits) == at_once
+    assert np.array_equal(two.there.memory[: 12 * NBYTES], two.here.memory[: 12 * NBYTES])
+    assert two.taker.is_at_rest and len(two.taker._free_events) == len({*map(id, two.taker._free_events)})
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_chunks_outside_of_the_window_are_sent(at_once, monkeypatch):
+    monkeypatch.setattr(nccl_ends, "_SIGNALS_AT_ONCE", at_once)
     two = Two(here={"one_sided": True}, there={"one_sided": True})
     first = two.put(0)
-    two.wait(lambda: ended(first))
+    two.wait(lambda: two.everywhere(first))
     other = np.arange(NBYTES, dtype=np.uint16).view(np.uint8)[:NBYTES].copy()
-    crossings = [two.put(1), two.writer.put(other.ctypes.data, two.there.at(2), NBYTES), two.put(3)]
-    two.wait(lambda: ended(*crossings))
-    assert [said.signalled for said in sorted(two.heard_of(Go), key=lambda said: said.number)] == [
-        True,
-        True,
-        False,
-        True,
+    crossings = [
+        two.put(1),
+        two.put(2),
+        two.writer.put(other.ctypes.data, two.there.at(3), NBYTES),
+        two.writer.put(other.ctypes.data, two.there.at(4), NBYTES),
+        two.put(5),
+        two.put(6),
     ]
-    assert np.array_equal(two.there.bytes_at(2), other)
-    assert np.array_equal(two.there.bytes_at(3), two.here.bytes_at(3))
+    two.wait(lambda: two.everywhere(*crossings))
+    assert (two.told(Came), two.told(Coming)) == ([0, 1, 2, 5, 6], [3, 4])
+    assert [crossing.number for crossing in two.arrivals] == list(range(7))
+    for slot in range(7):
+        assert np.array_equal(two.there.bytes_at(slot), other if slot in (3, 4) else two.here.bytes_at(slot))
+    assert two.heard_of(Taken)[-1].number == 4
+
+
+def test_what_is_sent_is_not_told_of_before_what_was_put_ahead_of_it():
+    two = Two(here={"one_sided": True}, there={"one_sided": True})
+    first = two.put(0)
+    two.wait(lambda: two.everywhere(first))
+    held, other = threading.Event(), np.ones(NBYTES, np.uint8)
+    nccl_fake.FakeStream.by_address[two.writer._stream.address].enqueue(held.wait)
+    put, sent, behind = two.put(1), two.writer.put(other.ctypes.data, two.there.at(2), NBYTES), two.put(3)
+    for _ in range(20):
+        two.pump()
+    assert (put.issued, sent.issued, behind.issued) == (True, False, False)
+    held.set()
+    two.wait(lambda: two.everywhere(put, sent, behind))
+
+
+def test_what_a_thread_may_not_ask_for_is_left_to_the_progress_thread_once():
+    two = Two()
+    first = two.put(0)
+    two.wait(lambda: two.everywhere(first))
+    two.here.may_call = False
+    crossings = [two.put(1), two.put(2)]
+    assert not ended(*crossings) and not crossings[0].issued
+    [look] = two.here.left
+    two.here.may_call = True  # which it sets the device for
+    look()
+    assert crossings[0].issued
+    two.wait(lambda: two.everywhere(*crossings))
+    two.here.may_call = False
+    assert not ended(two.put(3)) and len(two.here.left) == 2
 
 
 def test_a_signal_is_waited_for_only_when_the_bytes_have_been_put():
     """A stream that waits for a signal which never comes is not released by an abort."""
     two = Two(here={"one_sided": True}, there={"one_sided": True})
     first = two.put(0)
-    two.wait(lambda: ended(first))
+    two.wait(lambda: two.everywhere(first))
     comm = two.taker._comm._comm
-    crossing = two.writer.put(two.here.at(1), two.there.at(1), NBYTES)
     assert comm.waited_signals == 1
-    while two.here.said:  # the announcement, and the word that it has been put
-        said = two.here.said.popleft()
-        two.taker.announce(said) if isinstance(said, Put) else None
-    two.taker.advance()
+    held = threading.Event()
+    nccl_fake.FakeStream.by_address[two.writer._stream.address].enqueue(held.wait)
+    crossing = two.put(1)
+    for _ in range(20):
+        two.pump()
+    assert comm.waited_signals == 1 and not crossing.passed
+    held.set()
     until(lambda: two.writer.advance() or crossing.passed, LONG_S)
     assert comm.waited_signals == 1
-    two.wait(lambda: ended(crossing))
+    two.wait(lambda: two.everywhere(crossing))
     assert comm.waited_signals == 2
 
 
@@ -231,7 +320,7 @@ def test_a_communicator_that_is_not_made_ends_both_ends(who):
         two.wait(lambda: ended(crossing))
     two.wait(lambda: two.taker.state is two.writer.state is State.FAILED)
     with pytest.raises(KvxferError):
-        two.wait(lambda: ended(*two.arrivals))
+        two.taker.arrival(two.there.at(0), 1)
     with pytest.raises(KvxferError):
         two.put(1)
     until(lambda: nccl_fake.open_communicators() == 0, LONG_S)
@@ -258,7 +347,7 @@ def test_a_communicator_that_fails_later_ends_both_ends():
         two.wait(lambda: ended(crossing))
     two.wait(lambda: two.taker.state is State.FAILED)
     with pytest.raises(BackendError, match="the cable was pulled"):
-        two.wait(lambda: ended(two.arrivals[-1]))
+        two.taker.arrival(two.there.at(1), 2)
 
 
 def test_a_writer_whose_taker_stands_still_gives_up():
@@ -271,12 +360,26 @@ def test_a_writer_whose_taker_stands_still_gives_up():
     assert crossing.issued and two.writer.is_at_rest  # the abort has ended what was on the stream
 
 
-def test_a_taker_whose_writer_does_not_open_gives_up():
-    two = Two(settings={"stall_timeout_s": 0.3})
-    arrival = two.taker.announce(Put(number=0, address=two.there.at(0), nbytes=NBYTES))
-    with pytest.raises(DeadlineExceeded):
-        until(lambda: ended(arrival), LONG_S)
-    assert [type(said) for said in two.there.said] == [Failed] and not two.there.said[0].writing
+def test_a_taker_whose_writer_stands_still_gives_up():
+    two = Two(here={"most_chunks": 1}, settings={"stall_timeout_s": 0.5})
+    first = two.put(0)
+    two.wait(lambda: ended(first))
+    two.put(1)
+    two.wait(lambda: len(two.arrivals) == 2, "the word of it")
+    with pytest.raises(DeadlineExceeded, match=r"moved nothing for 0\.5 s, with 1 chunks"):
+        until(lambda: ended(two.arrivals[1]), LONG_S)
+    assert type(two.there.said[-1]) is Failed and not two.there.said[-1].writing
+
+
+def test_puts_do_not_wait_for_a_taker_that_stands_still():
+    two = Two(here={"one_sided": True}, there={"one_sided": True}, settings={"stall_timeout_s": 0.5})
+    first = two.put(0)
+    two.wait(lambda: two.everywhere(first))
+    crossings = [two.put(slot) for slot in (1, 2)]
+    until(lambda: ended(*crossings), LONG_S)
+    time.sleep(0.6)
+    two.wait(lambda: len(two.arrivals) == 3 and ended(*two.arrivals))
+    assert two.writer.state is two.taker.state is State.OPEN
 
 
 def test_waiting_costs_no_deadline_while_chunks_end():
@@ -292,7 +395,7 @@ def test_waiting_costs_no_deadline_while_chunks_end():
 def test_an_abort_in_mid_chunk_ends_when_the_streams_have_passed():
     two = Two(here={"seconds_per_chunk": 0.5})
     crossings = [two.put(slot) for slot in range(3)]
-    two.wait(lambda: crossings[0].event is not None and two.arrivals[0].event is not None, "a chunk under way")
+    two.wait(lambda: crossings[0].event and two.arrivals and two.arrivals[0].event, "a chunk under way")
     held = threading.Event()
     nccl_fake.FakeStream.by_address[two.writer._stream.address].enqueue(held.wait)  # a kernel that takes its time
     two.writer.fail(BackendError("somebody pulled the plug"))
@@ -382,18 +485,19 @@ def test_many_threads_look_while_chunks_cross_and_an_end_fails(one_sided):
             thread.start()
         crossings += [two.put(slot) for slot in range(12)]
         fails, after = dice.choice([two.writer, two.taker]), dice.randrange(12)
-        two.wait(lambda two=two, after=after: len(two.heard_of(Taken)) >= after, "chunks")
+        two.wait(lambda two=two, after=after: sum(arrival.ended for arrival in two.arrivals) >= after, "chunks")
         fails.fail(BackendError("somebody pulled the plug"))
         two.wait(lambda two=two: two.writer.has_let_go and two.taker.has_let_go, "the end")
         over.set()
         for thread in threads:
             thread.join()
         assert unexpected == []
-        for slot, crossing in enumerate(crossings):
+        for crossing in two.arrivals if one_sided else [*crossings, *two.arrivals]:  # a put ends before it can be read
             try:
                 assert ended(crossing)
             except BackendError:
                 continue
+            slot = crossing.number
             assert np.array_equal(two.there.bytes_at(slot), two.here.bytes_at(slot))
     until(lambda: nccl_fake.open_communicators() == 0, LONG_S)
 
@@ -437,20 +541,78 @@ def test_what_a_taker_cannot_mean_is_refused():
     for stale in (Accept(generation=7, window_address=0, window_bytes=1), Window(generation=0, why_not="x")):
         two.writer.hear(stale)  # of another communicator: dropped
     two.wait(lambda: ended(crossing))
+    with pytest.raises(BackendError, match="taken chunk 0"):
+        two.writer.hear(Taken(number=0))
 
 
-def test_what_a_writer_cannot_mean_is_refused():
-    two = Two()
-    with pytest.raises(BackendError, match="chunk 3 where 0 was next"):
-        two.taker.announce(Put(number=3, address=two.there.at(0), nbytes=NBYTES))
+def test_that_a_put_was_taken_is_refused():
+    two = Two(here={"one_sided": True, "most_chunks": 1}, there={"one_sided": True})
+    first = two.put(0)
+    two.wait(lambda: two.everywhere(first))
+    assert not ended(two.put(1))
+    with pytest.raises(BackendError, match="taken chunk 1, which was not sent"):
+        two.writer.hear(Taken(number=1))
+
+
+@pytest.mark.parametrize("kind", [Came, Coming])
+@pytest.mark.parametrize("one_sided", [False, True])
+def test_what_a_writer_cannot_mean_is_refused(kind, one_sided):
+    two = Two(here={"one_sided": one_sided}, there={"one_sided": one_sided})
+
+    def tell(generation: int, *numbers: int) -> None:
+        chunks = tuple(Chunk(number=number, address=two.there.at(0), nbytes=NBYTES) for number in numbers)
+        two.taker.tell(kind(generation=generation, chunks=chunks))
+
+    for generation in (0, 1):
+        with pytest.raises(BackendError, match="not open here"):
+            tell(generation, 0)
     crossing = two.put(0)
-    two.wait(lambda: ended(crossing))
+    two.wait(lambda: two.everywhere(crossing))
     for generation in (1, 2):
         with pytest.raises(BackendError, match="in use"):
             two.taker.hear(Open(generation=generation, unique_id=bytes(128), address=0, window_bytes=0))
-    with pytest.raises(BackendError, match="lets chunk 9 go"):
-        two.taker.hear(Go(generation=1, number=9, signalled=True))
-    two.taker.hear(Go(generation=0, number=9, signalled=True))  # of another communicator: dropped
+    for generation in (0, 2, -1):
+        with pytest.raises(BackendError, match="not open here"):
+            tell(generation, 1)
+    if kind is Came and not one_sided:
+        with pytest.raises(BackendError, match="no window"):
+            tell(1, 1)
+        return
+    for numbers in ((0,), (2,), (-1,)):
+        with pytest.raises(BackendError, match=rf"told of chunk {numbers[0]} where 1 was next"):
+            tell(1, *numbers)
+    tell(1)
+    two.taker.fail(PeerGone("over"))
+    tell(1, 1)  # crossed the word that it has failed: dropped
+    assert not two.taker._queue
+
+
+@pytest.mark.parametrize("numbers", [(1, 1), (1, 3), (1, 0)])
+def test_numbers_are_told_once_and_in_order_within_a_message(numbers):
+    two = Two()
+    crossing = two.put(0)
+    two.wait(lambda: ended(crossing))
+    chunks = tuple(Chunk(number=number, address=two.there.at(1), nbytes=NBYTES) for number in numbers)
+    with pytest.raises(BackendError, match="where 2 was next"):
+        two.taker.tell(Coming(generation=1, chunks=chunks))
+
+
+def test_arrivals_are_asked_for_once_and_may_be_asked_for_early():
+    two = Two()
+    assert two.taker.arrival(two.there.at(0), 1) is None  # the word of it may be on its way
+    crossing = two.put(0)
+    two.wait(lambda: ended(crossing))
+    for announced in (0, -1, 1, 1 << 40):
+        with pytest.raises(BackendError, match=f"not told of chunk {announced} "):
+            two.taker.arrival(two.there.at(0), announced)
+    assert two.taker.arrival(two.there.at(0), 2) is None
+    two.taker.tell(Coming(generation=1, chunks=(Chunk(number=1, address=two.there.at(1), nbytes=NBYTES),)))
+    with pytest.raises(BackendError, match="not told of chunk 2 "):
+        two.taker.arrival(two.there.at(0), 2)  # which goes elsewhere
+    assert two.taker.arrival(two.there.at(1), 3) is None
+    two.taker.fail(PeerGone("over"))
+    with pytest.raises(PeerGone):
+        two.taker.arrival(two.there.at(0), 3)
 
 
 def test_a_unique_id_of_another_length_is_refused():

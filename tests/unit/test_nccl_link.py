@@ -12,8 +12,8 @@ from kvxfer.backends import nccl
 from kvxfer.backends.base import ControlLine, Direction
 from kvxfer.backends.nccl_ends import Writer
 from kvxfer.backends.nccl_link import NcclLink
-from kvxfer.backends.nccl_messages import Put, encode
-from kvxfer.errors import BackendError, PeerGone
+from kvxfer.backends.nccl_messages import Came, Chunk, Coming, Open, encode
+from kvxfer.errors import BackendError, DeadlineExceeded, PeerGone
 from tests import nccl_fake
 from tests.processes import until
 
@@ -24,8 +24,8 @@ NBYTES = 4096
 class Here:
     """A backend with a cache in memory that windows can be made of, and a link to a peer that says nothing."""
 
-    def __init__(self) -> None:
-        self.backend = nccl_fake.FakeNcclBackend(fake={"one_sided": True, "gpu": "here"})
+    def __init__(self, **options: float) -> None:
+        self.backend = nccl_fake.FakeNcclBackend(fake={"one_sided": True, "gpu": "here"}, **options)
         self.peer = nccl_fake.FakeNcclBackend(fake={"one_sided": True, "gpu": "there"})
         self.memory = self.backend.allocate(NBYTES)
         self.backend.register(self.memory.address, NBYTES)
@@ -46,12 +46,92 @@ def here():
 
 def test_a_peer_may_write_as_long_as_this_side_can_take(here):
     """Whatever has become of what this side writes."""
-    here.link.hear(encode(Put(number=0, address=here.memory.address, nbytes=NBYTES)))
+    here.link.hear(encode(Open(generation=1, unique_id=bytes(128), address=here.memory.address, window_bytes=0)))
     assert here.link.alive() is None and not here.link.lost
     here.link._channel(Writer).fail(BackendError("over"))
     assert here.link.lost and here.link.alive() is None
     here.link.hang_up(PeerGone("over"))
     assert here.link.alive() is False
+
+
+def told(kind: type, here: Here, *numbers: int, at: int = 0, generation: int = 1) -> bytes:
+    """A peer's word of chunks."""
+    chunks = tuple(Chunk(number=number, address=here.memory.address + at, nbytes=NBYTES) for number in numbers)
+    return encode(kind(generation=generation, chunks=chunks))
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers", "how", "what"),
+    [
+        (Coming, (1,), {}, "told of chunk 1 where 0 was next"),
+        (Coming, (0, 0), {}, "told of chunk 0 where 1 was next"),
+        (Coming, (0,), {"at": 1}, "not registered"),
+        (Coming, (0,), {"generation": 2}, "not open here"),
+        (Came, (0,), {}, "no window"),
+    ],
+)
+def test_nonsense_about_chunks_ends_the_channel(here, kind, numbers, how, what):
+    here.link.hear(encode(Open(generation=1, unique_id=bytes(128), address=here.memory.address, window_bytes=0)))
+    with pytest.raises(BackendError, match=what):
+        here.link.hear(told(kind, here, *numbers, **how))
+    assert here.link.lost
+    here.link.hear(told(kind, here, 0))  # crossed the word of that: dropped
+    with pytest.raises(BackendError, match=what):
+        here.link.arrival(here.memory.address, 5)
+    assert here.link.alive() is False  # it takes nothing any more
+
+
+def test_nonsense_about_a_channel_that_was_never_opened_ends_it(here):
+    with pytest.raises(BackendError, match="not open here"):
+        here.link.hear(told(Coming, here, 0))
+    assert here.link.lost
+
+
+def test_a_chunk_may_be_announced_before_the_link_tells_of_it(here):
+    """A link's words and those about transfers go to the progress thread by themselves."""
+    early = here.link.arrival(here.memory.address, 1)
+    assert not early.poll()
+    here.link.hear(encode(Open(generation=1, unique_id=bytes(128), address=here.memory.address, window_bytes=0)))
+    here.link.hear(told(Coming, here, 0))
+    assert not early.poll() and early._arrival is not None
+    elsewhere = here.link.arrival(here.memory.address + 1, 2)
+    here.link.hear(told(Coming, here, 1))
+    with pytest.raises(BackendError, match="not told of chunk 2 for"):
+        elsewhere.poll()
+    with pytest.raises(BackendError, match="not told of chunk 2 for"):
+        here.link.arrival(here.memory.address, 2)  # once only
+    following = here.link.arrival(here.memory.address, 3)
+    here.link.hang_up(PeerGone("over"))
+    for arrival in (early, following):
+        with pytest.raises(PeerGone):
+            arrival.poll()
+
+
+def test_a_chunk_that_the_link_never_tells_of_ends_the_channel():
+    here = Here(stall_timeout_s=0.2)
+    early = here.link.arrival(here.memory.address, 1)
+    assert not early.poll()
+    with pytest.raises(DeadlineExceeded, match="does not tell of a chunk"):
+        until(early.poll, LONG_S)
+    assert here.link.lost
+    here.close()
+
+
+def test_the_progress_thread_looks_at_what_comes_once(here):
+    looked = []
+    line = ControlLine(say=lambda _: None, until=lambda *call: looked.append(call), is_progress=lambda: True)
+    here.link.converse(line)
+    here.link.hear(encode(Open(generation=1, unique_id=bytes(128), address=here.memory.address, window_bytes=0)))
+    [(is_idle, idle)] = looked
+    assert not is_idle()  # it opens, and nobody else looks
+    for number in range(3):
+        here.link.hear(told(Coming, here, number))
+    assert len(looked) == 1 and not is_idle()
+    here.link._taker.fail(BackendError("over"))
+    assert is_idle()
+    idle(None)
+    here.link.hear(told(Coming, here, 3))
+    assert len(looked) == 2
 
 
 @pytest.mark.parametrize("hangs", [False, True])
