@@ -95,8 +95,11 @@ class NcclLink(Link):
         return self._channel(Writer).put(local, remote, nbytes)
 
     def arrival(self, address: int, announced: int) -> Operation:
-        taker = self._channel(Taker)
-        return taker.arrival(address, announced) or _Expected(taker, address, announced)
+        try:
+            taker = self._channel(Taker)
+            return taker.arrival(address, announced) or _Expected(taker, address, announced)
+        except (PeerGone, DeadlineExceeded) as error:  # of a channel that has failed
+            raise BackendError(f"chunk {announced} does not come: {error}") from error
 
     def read(self, remote_address: int, nbytes: int, *, timeout_s: float) -> bytes:
         until, pieces = time.monotonic() + timeout_s, []
