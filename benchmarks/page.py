@@ -260,6 +260,8 @@ def gpu() -> str:
         ("fp8 pack", "TB/s", 2.6, tera("fp8_e4m3", "pack")),
         ("bf16 to NVFP4 to peer to bf16, two processes, 8 GiB", "GB/s", 1200, packed("nvfp4", 8)),
         ("the same, 1 GiB", "GB/s", 1200, packed("nvfp4", 1)),
+        ("NIXL, packed, 64 KiB pieces, 4 GiB", "GB/s", 300, value("nixl", "gb_s", "D", piece=65536, nbytes=4 << 30)),
+        ("the same, 1 GiB", "GB/s", 300, value("nixl", "gb_s", "D", piece=65536, nbytes=1 << 30)),
         ("one V4.1 request of 64 tokens, p50", "us", -250, value("latency", "p50_us", "A")),
         ("host time for 100,000 pieces in 100 layers", "us", -1000, value("post", "host_us", layers=100)),
         ("host time for 100,000 pieces in one layer", "us", -1000, value("post", "host_us", layers=1)),
@@ -293,9 +295,10 @@ def nccl() -> str:
         if r["what"] == "plain":
             body.append([f"ceiling: NCCL alone, one buffer of {_bytes(r['bytes_each'])}", _rates(r), ""])
         elif r["what"] == "fetch":
-            body.append([f"kvxfer, pieces of {_bytes(r['piece'])}", _rates(r), f"{r['gb_s'] / best['gb_s']:.2f}"])
+            what = f"kvxfer, {_bytes(r['nbytes'])} in pieces of {_bytes(r['piece'])}"
+            body.append([what, _rates(r), f"{r['gb_s'] / best['gb_s']:.2f}"])
         elif r["what"] == "wire":
-            body.append([f"kvxfer, bf16 as {r['wire']}, {r['max_sms']} SMs", _rates(r), ""])
+            body.append([f"kvxfer, {_bytes(r['nbytes'])} of bf16 as {r['wire']}, {r['max_sms']} SMs", _rates(r), ""])
         elif r["what"] == "latency":
             quartiles = f"{r['low_us']:.0f} to {r['high_us']:.0f}"
             body.append([f"kvxfer, 16 tokens, {r['request']}", f"{r['p50_us']:.0f} us ({quartiles})", ""])

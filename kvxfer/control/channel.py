@@ -75,6 +75,7 @@ class Session:
         self.open = True
         self.lost = False  # silent for too long: kept only so that what was under way can be wound up
         self.said_bye = False  # the peer closed in an orderly way: it writes nothing more
+        self.said_goodbye = False  # this side did
         self.id = session_id
         self.last_received = self.last_sent = time.monotonic()
         self._channel = channel
@@ -96,6 +97,7 @@ class Session:
     def close(self, reason: str = "closed by this side") -> None:
         """Say goodbye and end the session."""
         if self.open:
+            self.said_goodbye = True
             self.send(Bye())
             self._channel.drop(self, PeerGone(reason))
 
@@ -146,7 +148,7 @@ class Channel:
         # By id and by who sends: a connector that dials itself holds both ends of a session.
         self._sessions: dict[tuple[bytes, int], Session] = {}
         self._unconfirmed: collections.OrderedDict[bytes, Session] = collections.OrderedDict()
-        self._ended: collections.OrderedDict[tuple[bytes, int], None] = collections.OrderedDict()
+        self._ended: collections.OrderedDict[tuple[bytes, int], Session] = collections.OrderedDict()
         self._dials: dict[zmq.Socket, _Dial] = {}
         self._heart: Timer | None = None
         self._last_warning: dict[str, float] = {}
@@ -214,7 +216,7 @@ class Channel:
         """End a session without a word to the peer."""
         session.open = False
         confirmed = self._sessions.pop((session.id, session.hears), None) is not None
-        self._ended[session.id, session.hears] = None
+        self._ended[session.id, session.hears] = session
         while len(self._ended) > _MAX_ENDED:
             self._ended.popitem(last=False)
         if self._unconfirmed.get(session.id) is session:
@@ -277,7 +279,7 @@ class Channel:
         if session is None and kind == _FROM_DIALER:
             session = self._unconfirmed.get(session_id)
         if session is None and (session_id, kind) in self._ended:
-            _log.debug("a message of a session that has ended here; it crossed the goodbye")
+            self._take_late(self._ended[session_id, kind], route, header, sequence, seal, payload)
             return
         if session is None or (route is None) != (session.socket is not None):
             raise AuthenticationError("a message of no open session")
@@ -288,6 +290,15 @@ class Channel:
         if self._unconfirmed.get(session_id) is session:
             self._confirm(self._unconfirmed.pop(session_id))
         self._deliver(session, message)
+
+    def _take_late(
+        self, session: Session, route: bytes | None, header: bytes, sequence: int, seal: bytes, payload: bytes
+    ) -> None:
+        """A message of a session that has ended here: it crossed the goodbye, or that was lost. Then the peer may wait
+        for nothing else, since what this side may still write it cannot know. Say it again."""
+        session.unseal(header, sequence, seal, payload)
+        if session.said_goodbye and route is not None:
+            self._post(self._router, route, session.seal(messages.encode(Bye())))
 
     def _decode(self, session: Session, payload: bytes) -> Message:
         """The message. One that cannot be read is refused, to its sender and here: somebody may wait for an answer."""

@@ -14,6 +14,7 @@ from tap import Tap
 
 from kvxfer.control import auth, messages
 from kvxfer.control.channel import _HEADER, _MAGIC
+from kvxfer.errors import PeerGone
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -175,3 +176,42 @@ def test_a_peer_of_another_secret_gets_no_answer(start, here):
     assert stranger.fetch_now(forged) == "PeerGone"
     assert sum(prefill.metrics()["messages_dropped_total"].values()) == 1
     assert prefill.metrics()["peers"] == 0
+
+
+def test_a_goodbye_that_was_lost_is_said_again(here):
+    """Who has lost the session waits to hear that nothing is written any more; nobody else can tell it."""
+    tap = Tap()
+    try:
+        prefill, decode = here("prefill", fill=1, advertise=tap.endpoint), here("decode")
+        tap.connect(prefill.connector._node.channel._router.getsockopt_string(zmq.LAST_ENDPOINT))
+        assert decode.fetch_now(prefill.publish([0])) in ("mapped", "packed", "direct")
+        nodes = [side.connector._node for side in (prefill, decode)]
+        theirs, ours = [next(iter(node.directory.peers)) for node in nodes]
+        tap.mangle = lambda data: []
+        nodes[0].on_progress(lambda: theirs.close("a test"))
+        assert not theirs.open
+        time.sleep(0.1)
+        tap.mangle = lambda data: [data]
+        assert ours.open and not ours.said_bye
+        nodes[1].on_progress(lambda: ours.send(messages.Ping()))
+        until(lambda: ours.said_bye and not ours.open)
+        assert decode.fetch_now(prefill.publish([1]), [1]) in ("mapped", "packed", "direct")
+    finally:
+        tap.close()
+
+
+def test_a_session_that_ended_without_goodbye_gets_none(here):
+    """Something may still be written."""
+    tap = Tap()
+    try:
+        prefill, decode = here("prefill", fill=1, advertise=tap.endpoint), here("decode")
+        tap.connect(prefill.connector._node.channel._router.getsockopt_string(zmq.LAST_ENDPOINT))
+        assert decode.fetch_now(prefill.publish([0])) in ("mapped", "packed", "direct")
+        nodes = [side.connector._node for side in (prefill, decode)]
+        theirs, ours = [next(iter(node.directory.peers)) for node in nodes]
+        nodes[0].on_progress(lambda: nodes[0].channel.drop(theirs, PeerGone("a test")))
+        nodes[1].on_progress(lambda: ours.send(messages.Ping()))
+        time.sleep(0.3)
+        assert ours.open and not ours.said_bye
+    finally:
+        tap.close()
