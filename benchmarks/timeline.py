@@ -45,8 +45,8 @@ WATCHED = {
     "kvxfer.backends.nixl": {"NixlLink": ("post", "read")},
     "kvxfer.backends.nccl_link": {"NcclLink": ("post", "read")},
     "kvxfer.backends.nccl_ends": {
-        "Writer": ("_issue", "_has_passed", "hear"),
-        "Taker": ("announce", "_issue", "_has_passed", "hear"),
+        "Writer": ("_issue", "_have_passed", "hear"),
+        "Taker": ("tell", "_issue", "_have_passed", "hear"),
     },
 }
 LAYERS = 32

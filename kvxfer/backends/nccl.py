@@ -20,6 +20,7 @@ import os
 import threading
 import time
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -217,8 +218,12 @@ class NcclBackend(Backend):
 
     # --- what links use -------------------------------------------------------------------------------------
 
-    def site(self, line: ControlLine) -> Site:
-        """What the channels of a link need. Raises BackendError before a cache is registered."""
+    def site(self, line: ControlLine, *, same_host: bool) -> Site:
+        """What the channels of a link need. Raises BackendError before a cache is registered.
+
+        Puts are for peers on this host. Over a network one may have passed its stream before its bytes have landed,
+        and nothing would keep the other side from lending the memory again.
+        """
         ordinal = self.ordinal
         if ordinal is None:
             raise BackendError("the peer wants to move memory of a GPU, and this side has registered none")
@@ -235,7 +240,7 @@ class NcclBackend(Backend):
             libnccl=self.libnccl,
             gpus=self.gpus,
             ordinal=ordinal,
-            settings=self.settings,
+            settings=replace(self.settings, one_sided=self.settings.one_sided and same_host),
             say=lambda said: line.say(encode(said)),
             may_call=may_call,
             soon=lambda call: line.until(lambda: True, lambda _: call()),

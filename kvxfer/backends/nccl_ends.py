@@ -84,7 +84,7 @@ class Writer(Channel):
 
     def _window_to_try(self, local: int) -> tuple[tuple[int, int] | None, str]:
         if not self._site.settings.one_sided:
-            return None, "the one-sided way is switched off"
+            return None, "the one-sided way is switched off, or the peer is on another host"
         if self._site.libnccl.missing:
             return None, f"{self._site.libnccl} has no {self._site.libnccl.missing[0]}"
         window = self._site.window_memory(local)

@@ -190,7 +190,7 @@ class NcclLink(Link):
                 raise BackendError("the session with the peer is not open yet")
             found = self._writer if kind is Writer else self._taker
             if found is None:
-                found = kind(self._backend.site(self._line))
+                found = kind(self._backend.site(self._line, same_host=self._host is not None))
                 self._backend.channels.add(found)
                 if kind is Writer:
                     self._writer = found
