@@ -178,40 +178,47 @@ def test_a_peer_of_another_secret_gets_no_answer(start, here):
     assert prefill.metrics()["peers"] == 0
 
 
+class Tapped:
+    """Two connectors that have met, and a tap between them: decode's end of the session, and prefill's."""
+
+    def __init__(self, here) -> None:
+        self.tap = Tap()
+        self.prefill, self.decode = here("prefill", fill=1, advertise=self.tap.endpoint), here("decode")
+        self.tap.connect(self.prefill.connector._node.channel._router.getsockopt_string(zmq.LAST_ENDPOINT))
+        assert self.fetched(0)
+        self.nodes = [side.connector._node for side in (self.prefill, self.decode)]
+        self.theirs, self.ours = [next(iter(node.directory.peers)) for node in self.nodes]
+
+    def __enter__(self) -> Tapped:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.tap.close()
+
+    def fetched(self, block: int) -> bool:
+        return self.decode.fetch_now(self.prefill.publish([block]), [block]) in ("mapped", "packed", "direct")
+
+    def say_something(self) -> None:
+        self.nodes[1].on_progress(lambda: self.ours.send(messages.Ping()))
+
+
 def test_a_goodbye_that_was_lost_is_said_again(here):
     """Who has lost the session waits to hear that nothing is written any more; nobody else can tell it."""
-    tap = Tap()
-    try:
-        prefill, decode = here("prefill", fill=1, advertise=tap.endpoint), here("decode")
-        tap.connect(prefill.connector._node.channel._router.getsockopt_string(zmq.LAST_ENDPOINT))
-        assert decode.fetch_now(prefill.publish([0])) in ("mapped", "packed", "direct")
-        nodes = [side.connector._node for side in (prefill, decode)]
-        theirs, ours = [next(iter(node.directory.peers)) for node in nodes]
-        tap.mangle = lambda data: []
-        nodes[0].on_progress(lambda: theirs.close("a test"))
-        assert not theirs.open
+    with Tapped(here) as both:
+        both.tap.mangle = lambda data: []
+        both.nodes[0].on_progress(lambda: both.theirs.close("a test"))
         time.sleep(0.1)
-        tap.mangle = lambda data: [data]
-        assert ours.open and not ours.said_bye
-        nodes[1].on_progress(lambda: ours.send(messages.Ping()))
-        until(lambda: ours.said_bye and not ours.open)
-        assert decode.fetch_now(prefill.publish([1]), [1]) in ("mapped", "packed", "direct")
-    finally:
-        tap.close()
+        both.tap.mangle = lambda data: [data]
+        assert both.ours.open and not both.ours.said_bye
+        both.say_something()
+        until(lambda: both.ours.said_bye and not both.ours.open)
+        assert both.fetched(1)
 
 
 def test_a_session_that_ended_without_goodbye_gets_none(here):
     """Something may still be written."""
-    tap = Tap()
-    try:
-        prefill, decode = here("prefill", fill=1, advertise=tap.endpoint), here("decode")
-        tap.connect(prefill.connector._node.channel._router.getsockopt_string(zmq.LAST_ENDPOINT))
-        assert decode.fetch_now(prefill.publish([0])) in ("mapped", "packed", "direct")
-        nodes = [side.connector._node for side in (prefill, decode)]
-        theirs, ours = [next(iter(node.directory.peers)) for node in nodes]
-        nodes[0].on_progress(lambda: nodes[0].channel.drop(theirs, PeerGone("a test")))
-        nodes[1].on_progress(lambda: ours.send(messages.Ping()))
+    with Tapped(here) as both:
+        both.nodes[0].on_progress(lambda: both.nodes[0].channel.drop(both.theirs, PeerGone("a test")))
+        both.say_something()
         time.sleep(0.3)
-        assert ours.open and not ours.said_bye
-    finally:
-        tap.close()
+        assert both.ours.open and not both.ours.said_bye

@@ -68,7 +68,7 @@ def test_buffer_size_keeps_its_meaning() -> None:
     assert limits_of(options_of(old)).staging_bytes is None
 
 
-@pytest.mark.parametrize("number", [1 << 20, float(1 << 20)])
+@pytest.mark.parametrize("number", [128, 128.0])
 def test_limits_are_numbers_however_they_are_written(number: float) -> None:
     fields = Limits.__dataclass_fields__
     given = {name: number for name, field in fields.items() if not isinstance(field.default, float)}
