@@ -147,10 +147,15 @@ class PackedSource:
 
     def queue_stage(self, stage: int) -> None:
         """The stage's bytes are there: gather it."""
-        if self._launches and not self._stages[stage].is_ready("pack", self._src_bases):
-            self._node.pool.submit(lambda: self._get_ready(stage))
-        else:
+        try:
+            ready = not self._launches or self._stages[stage].is_ready("pack", self._src_bases)
+        except Exception as failure:
+            self.stop(as_kvxfer_error(failure))
+            return
+        if ready:
             self._enqueue(stage)
+        else:
+            self._node.pool.submit(lambda: self._get_ready(stage))
 
     def _get_ready(self, stage: int) -> None:
         """Have on the GPU what launches need. Mover thread."""
@@ -164,9 +169,10 @@ class PackedSource:
 
     def _enqueue(self, stage: int) -> None:
         self._unqueued -= 1
-        chunks = self._stages[stage].plan.chunks(self._offer.slot_bytes)
-        with self._lock:
-            self._queue.extend((stage, index, chunk) for index, chunk in enumerate(chunks))
+        if self._stopped is None:  # else the peer has been told that nothing more is written
+            chunks = self._stages[stage].plan.chunks(self._offer.slot_bytes)
+            with self._lock:
+                self._queue.extend((stage, index, chunk) for index, chunk in enumerate(chunks))
         self._advance()
 
     def credit(self, slots: Sequence[int]) -> None:
@@ -409,12 +415,10 @@ class PackedSink:
             if error is not None:
                 self._scattered(placed.slot, error)
                 return
-            if self._launches(placed):
-                self._launch(placed, chunk)
-                return
-            with self._lock:
-                self._ready.append(functools.partial(self._scatter, placed, chunk))
-            self._workers.wake()
+            if not self._launch(placed, chunk):
+                with self._lock:
+                    self._ready.append(functools.partial(self._scatter, placed, chunk))
+                self._workers.wake()
 
         if arrival is None:
             arrived(None)
@@ -424,19 +428,20 @@ class PackedSink:
     def _take(self) -> Callable[[], None] | None:
         return self._ready.popleft() if self._ready else None
 
-    def _launches(self, placed: Placed) -> bool:
-        """Whether a GPU unpacks the chunk by itself, once this thread has launched it."""
+    def _launch(self, placed: Placed, chunk: Chunk) -> bool:
+        """Have a GPU unpack the chunk by itself; False where a mover thread has to see to it."""
         stage = self._stages[placed.stage]
-        return stage.launches and self._loan.ring.device != "cpu" and stage.is_ready("unpack", self._dst_bases)
-
-    def _launch(self, placed: Placed, chunk: Chunk) -> None:
         try:
+            on_gpu = stage.launches and self._loan.ring.device != "cpu"
+            if not on_gpu or not stage.is_ready("unpack", self._dst_bases):
+                return False
             self._check(placed, chunk)
-            unpacked = self._stages[placed.stage].launch_unpack(chunk, self._loan.address(placed.slot))
-        except Exception as failure:
+            unpacked = stage.launch_unpack(chunk, self._loan.address(placed.slot))
+        except Exception as failure:  # whatever it is, the transfer must end
             self._scattered(placed.slot, as_kvxfer_error(failure))
         else:
             self._unpacks.add(unpacked, lambda error: self._unpacked(placed, chunk, error))
+        return True
 
     def _scatter(self, placed: Placed, chunk: Chunk) -> None:
         """Mover thread."""

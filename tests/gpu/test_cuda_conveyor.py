@@ -16,6 +16,7 @@ import kvxfer
 from kvxfer import CacheLayout, Limits, errors
 from kvxfer.cuda.conveyor import Conveyor
 from kvxfer.cuda.lanes import Lane, Lanes
+from kvxfer.cuda.mover import CudaPackedPlan
 from kvxfer.cuda.native import CudaError, native
 from kvxfer.errors import MissingExtra
 from kvxfer.transfers.staging import UNIT_BYTES
@@ -137,6 +138,23 @@ def test_a_device_that_fails_under_way_ends_the_fetch_and_keeps_no_staging(pair)
         transfer.wait(20)
     assert until(lambda: pair.lent() == 0)
     pair.device.status, pair.device.silent = 0, None
+    pair.fetch().wait(20)
+
+
+@pytest.mark.parametrize("side", ["pack", "unpack"])
+def test_tables_that_cannot_be_made_end_the_fetch_and_keep_no_staging(pair, monkeypatch, side):
+    made = CudaPackedPlan._tables_of
+
+    def fails(plan: CudaPackedPlan, which: str, bases: np.ndarray) -> object:
+        if which == side:
+            raise errors.InvalidRequest("no such tables")
+        return made(plan, which, bases)
+
+    monkeypatch.setattr(CudaPackedPlan, "_tables_of", fails)
+    with pytest.raises(errors.InvalidRequest):
+        pair.fetch().wait(20)
+    assert until(lambda: pair.lent() == 0)
+    monkeypatch.undo()
     pair.fetch().wait(20)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import time
+
 import numpy as np
 import pytest
 
@@ -9,6 +12,7 @@ import kvxfer
 from kvxfer.control.channel import Session
 from kvxfer.control.messages import Chunks, Credit
 from kvxfer.layout import CacheLayout, Group, Plane, Record, Region, Slice
+from tests.processes import until
 
 BLOCK_BYTES = 4096
 CHUNKS, SLOTS = 24, 8
@@ -62,3 +66,30 @@ def test_slots_take_turns_and_a_message_tells_of_several(said):
     given_back = [message.slots for message in said if isinstance(message, Credit)]
     assert [slot for slots in given_back for slot in slots] == [i % SLOTS for i in range(sum(map(len, given_back)))]
     assert len(told) <= 2 * CHUNKS // 3 and len(given_back) <= 2 * CHUNKS // 3  # pairs, but for the last few
+
+
+def test_nothing_is_written_for_a_layer_that_is_ready_too_late():
+    """The receiver has been told that nothing more is, and lends the slots to the next one."""
+    layers = ("0", "1")
+    layout = CacheLayout.paged(
+        layers=layers, num_blocks=4, block_tokens=16, kv_heads=2, head_dim=64, dtype="float16", fingerprint={}
+    )
+    memory = [{region.name: np.full(region.nbytes, 7, np.uint8) for region in layout.regions} for _ in range(2)]
+    options = {"backends": ["shm"], "ways": ("packed",)}
+    with kvxfer.Connector("prefill", **options) as prefill, kvxfer.Connector("decode", **options) as decode:
+        source, target = (c.register(a, layout) for c, a in zip((prefill, decode), memory, strict=True))
+        ids = {"full": [0, 1, 2, 3]}
+        reservation = target.reserve(ids, tokens=64)
+        sent = source.send(bytes(reservation.ticket), blocks=ids, layerwise=True)
+        sent.layer_ready("0")
+        until(lambda: sent.state.value == "moving")
+        reservation.cancel()
+        until(lambda: reservation.done() and sent.done())
+        ring = decode._node.ring("staging")
+        until(lambda: ring.lent_bytes == 0)
+        staging = np.frombuffer((ctypes.c_uint8 * ring.nbytes).from_address(ring.memory.address), np.uint8)
+        staging[:] = 0xAB
+        sent.layer_ready("1")
+        prefill._node.on_progress(lambda: None)
+        time.sleep(0.1)
+        assert (staging == 0xAB).all()
