@@ -10,6 +10,7 @@ import pytest
 
 from kvxfer.backends import nccl
 from kvxfer.backends.base import ControlLine, Direction
+from kvxfer.backends.nccl import NcclBackend
 from kvxfer.backends.nccl_ends import Writer
 from kvxfer.backends.nccl_link import NcclLink
 from kvxfer.backends.nccl_messages import Came, Chunk, Coming, Open, encode
@@ -52,6 +53,17 @@ def test_a_peer_may_write_as_long_as_this_side_can_take(here):
     assert here.link.lost and here.link.alive() is None
     here.link.hang_up(PeerGone("over"))
     assert here.link.alive() is False
+
+
+@pytest.mark.parametrize("same_host", [True, False])
+def test_puts_are_for_peers_of_one_host(here, same_host):
+    """Over a network a put may have passed its stream before its bytes have landed."""
+    line = ControlLine(say=lambda _: None, until=lambda *_: None, is_progress=lambda: True)
+    site = NcclBackend.site(here.backend, line, same_host=same_host)
+    assert site.settings.one_sided is same_host
+    assert Writer(site)._window_to_try(here.memory.address)[0] == (
+        (here.memory.address, here.memory.nbytes) if same_host else None
+    )
 
 
 def told(kind: type, here: Here, *numbers: int, at: int = 0, generation: int = 1) -> bytes:
