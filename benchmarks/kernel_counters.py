@@ -32,7 +32,7 @@ def main() -> None:
         cuda.enable_peer_access(0, 1)
         cuda.enable_peer_access(1, 0)
     caches = bench_cuda_formats.Caches(nbytes, gpus)
-    bench_cuda_formats.Bench(caches, 1, gpus > 1).format("nvfp4", (0,))
+    bench_cuda_formats.Bench(caches, TWICE, gpus > 1).format("nvfp4", (0,))
     clock, pools = Clock(0), Pools(2 * nbytes, gpus)
     for gpu in range(gpus):
         plan = scattered(4096, nbytes, pools.nbytes)
