@@ -78,6 +78,20 @@ def layered(piece: int, blocks: int, layers: int = LAYERS) -> CacheLayout:
     )
 
 
+def halves(nbytes: int) -> tuple[CacheLayout, int]:
+    """A cache on the GPU of about so many bytes of bf16, in 32 layers, and the tokens that fill it."""
+    tokens = nbytes // (32 * 2 * 8 * 128 * 2) // 16 * 16
+    layout = CacheLayout.paged(
+        layers=[f"layers.{i}" for i in range(32)],
+        num_blocks=tokens // 16,
+        block_tokens=16,
+        kv_heads=8,
+        head_dim=128,
+        dtype="bfloat16",
+    )
+    return on_gpu(layout), tokens
+
+
 class Bench:
     """The other process, and what is measured with it."""
 
@@ -196,17 +210,7 @@ class Bench:
     def packed(self) -> Rows:
         """bf16 blocks that cross in another format, packed by one end and unpacked by the other."""
         for times, cases in ((1, (("raw", 16), ("nvfp4", 16), ("nvfp4", 64))), (8, (("raw", 16), ("nvfp4", 64)))):
-            tokens = times * self.total // (32 * 2 * 8 * 128 * 2) // 16 * 16
-            layout = on_gpu(
-                CacheLayout.paged(
-                    layers=[f"layers.{i}" for i in range(32)],
-                    num_blocks=tokens // 16,
-                    block_tokens=16,
-                    kv_heads=8,
-                    head_dim=128,
-                    dtype="bfloat16",
-                )
-            )
+            layout, tokens = halves(times * self.total)
             (group,) = layout.groups
             lists = tuple(
                 {group.name: np.random.default_rng(s).permutation(tokens // 16).astype(np.int32)} for s in (1, 2)

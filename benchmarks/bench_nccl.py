@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import bench_shm
 import timing
 from bench_cuda_ipc import on_gpu
-from bench_gpu import LAYERS, layered
+from bench_gpu import LAYERS, halves, layered
 
 import kvxfer
 from kvxfer import CacheLayout, Limits, cuda
@@ -207,17 +207,7 @@ class Bench:
 
     def nvfp4(self) -> Rows:
         """bf16 blocks that cross as NVFP4. Bytes are of bf16."""
-        tokens = LARGER * self.total // (32 * 2 * 8 * 128 * 2) // 16 * 16
-        layout = on_gpu(
-            CacheLayout.paged(
-                layers=[f"layers.{i}" for i in range(32)],
-                num_blocks=tokens // 16,
-                block_tokens=16,
-                kv_heads=8,
-                head_dim=128,
-                dtype="bfloat16",
-            )
-        )
+        layout, tokens = halves(LARGER * self.total)
         for wire, sms in (("nvfp4", SMS), ("nvfp4", 64), ("raw", SMS)):
             result, stats = self.fetches(
                 layout, tokens, backends=nccl_with, wire=wire, memory="finite", max_sms=sms

@@ -265,21 +265,15 @@ class Lanes:
             self._tables.pop().close()
 
     def take_tables(self, nbytes: int, copies: int, *, at_hand: bool = False) -> TableMemory | None:
-        """Memory for the tables of a plan that several lanes carry out, if there is some with room for them; else, and
-        not with `at_hand`, some that has to grow, for which the device may have to be waited for."""
-        found = None
+        """Memory for the tables of a plan that several lanes carry out: some that is there and has room for them, or
+        else, and not with `at_hand`, new memory, for which the device may have to be waited for."""
         for _ in range(len(self._tables)):
             with contextlib.suppress(IndexError):  # another thread has taken the last
                 found = self._tables.pop()
-                if found.has_room(nbytes, copies):
+                if found.has_room(nbytes, copies) and found.is_idle():
                     return found
                 self._tables.appendleft(found)
-        if at_hand:
-            return None
-        try:
-            return self._tables.pop()
-        except IndexError:
-            return TableMemory(self.device)
+        return None if at_hand else TableMemory(self.device)
 
     def give_back_tables(self, tables: TableMemory) -> None:
         """No kernel reads them any more. Any thread, also one that collects garbage: takes no lock."""

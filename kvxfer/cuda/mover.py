@@ -9,6 +9,7 @@ pinned. Each mover thread has a lane of its own, so one chunk is packed while an
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -20,11 +21,12 @@ from kvxfer.cuda.lanes import Ending, Lane, Lanes
 from kvxfer.cuda.packed import PreparedCudaPackedPlan
 from kvxfer.cuda.plan import PreparedCudaPlan
 from kvxfer.cuda.runtime import copy_bytes
-from kvxfer.cuda.tables import TableMemory, copies_of
+from kvxfer.cuda.tables import TableMemory
 from kvxfer.formats import Checksum, ChecksumKind, PackedPlan
 from kvxfer.formats.wire import not_finite
 from kvxfer.plan import WIRE_ALIGNMENT, Chunk, TransferPlan, together
 
+_NAP_S = 20e-6
 PIECE_BYTES = 1 << 30  # what one launch carries out: a few milliseconds of the link
 
 
@@ -102,13 +104,13 @@ class CudaPackedPlan:
             return False
         try:
             prepared = self._tables_of(side, bases)
-            room = prepared.table_bytes, copies_of(self.plan)
+            room = prepared.table_bytes, self.plan.copies
             tables = self._lanes.take_tables(*room, at_hand=True)
             if tables is None:
                 return False
             self._keep(tables)
-            upload = self._lanes.conveyor.before_all(lambda stream: tables.upload(prepared, stream=stream))
-            self._uploads.append(upload)
+            tables.under_way = self._lanes.conveyor.before_all(lambda stream: tables.upload(prepared, stream=stream))
+            self._uploads.append(tables.under_way)
             self._prepared[side] = prepared
         finally:
             self._lock.release()
@@ -185,14 +187,14 @@ class CudaPackedPlan:
         with self._lock:
             if side not in self._prepared:
                 prepared = self._tables_of(side, bases)
-                tables = self._lanes.take_tables(prepared.table_bytes, copies_of(self.plan))
+                tables = self._lanes.take_tables(prepared.table_bytes, self.plan.copies)
                 self._keep(tables)
                 tables.upload(prepared, stream=lane.queue)
                 lane.finish()
                 self._prepared[side] = prepared
-            while self._uploads:
-                if self._uploads[-1].poll():
-                    self._uploads.pop()
+            while self._uploads and not self._uploads[-1].poll():
+                time.sleep(_NAP_S)
+            self._uploads.clear()
             return self._prepared[side]
 
     def _tables_of(self, side: str, bases: np.ndarray) -> PreparedCudaPackedPlan:

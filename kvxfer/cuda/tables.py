@@ -6,11 +6,10 @@ engine's may in turn be waiting for the very transfer whose tables these are (`T
 
 from __future__ import annotations
 
+from kvxfer.backends.base import Operation
 from kvxfer.cuda.packed import PreparedCudaPackedPlan
 from kvxfer.cuda.plan import PreparedCudaPlan
 from kvxfer.cuda.runtime import DeviceMemory, PinnedMemory
-from kvxfer.formats import PackedPlan
-from kvxfer.plan import TransferPlan
 
 LEAST_BYTES = 1 << 20
 _IN_PLACE_COPIES = 1024  # tables of up to as many copies are read from pinned memory, without being copied first
@@ -24,6 +23,12 @@ class TableMemory:
         self._pinned: PinnedMemory | None = None
         self._on_device: DeviceMemory | None = None
         self._outgrown: list[DeviceMemory | PinnedMemory] = []
+        self.under_way: Operation | None = None
+        """The last upload, where whoever enqueued it does not wait for it."""
+
+    def is_idle(self) -> bool:
+        """Whether no upload is at work here: it would write over the next one. Raises CudaError."""
+        return self.under_way is None or self.under_way.poll()
 
     @property
     def pinned_address(self) -> int:
@@ -57,7 +62,7 @@ class TableMemory:
 
     def upload(self, prepared: PreparedCudaPlan | PreparedCudaPackedPlan, *, stream: int) -> None:
         """Enqueue a plan's tables into this memory; an earlier plan's are gone."""
-        on_device = self.room_for(prepared.table_bytes, copies_of(prepared.plan))
+        on_device = self.room_for(prepared.table_bytes, prepared.plan.copies)
         memory = on_device or self._pinned.address
         prepared.upload(stream=stream, memory=memory, pinned=self._pinned.array)
 
@@ -72,9 +77,3 @@ class TableMemory:
     def _retire(self, memory: DeviceMemory | PinnedMemory | None) -> None:
         if memory is not None:
             self._outgrown.append(memory)
-
-
-def copies_of(plan: TransferPlan | PackedPlan) -> int:
-    """Rows x segments."""
-    plan = getattr(plan, "raw", None) or plan
-    return sum(len(part.rows) * len(part) for part in plan.parts)

@@ -85,6 +85,11 @@ class PackedPlan:
         return sum(part.packed_start(len(part)) for part in self.parts)
 
     @property
+    def copies(self) -> int:
+        """Rows x segments, as of `TransferPlan`."""
+        return self.raw.copies if self.raw is not None else sum(len(part.rows) * len(part) for part in self.parts)
+
+    @property
     def largest_segment_bytes(self) -> int:
         """The least staging that one chunk of this plan needs."""
         if self.raw is not None:

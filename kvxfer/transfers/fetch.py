@@ -36,7 +36,7 @@ from kvxfer.plan.request import CheckedLists, Request
 from kvxfer.ticket import Ticket
 from kvxfer.transfers import moves
 from kvxfer.transfers.choice import Choice
-from kvxfer.transfers.match import choose_way, copies_of, why_not_mapped
+from kvxfer.transfers.match import choose_way, why_not_mapped
 from kvxfer.transfers.pull import PullLeg
 from kvxfer.transfers.route import MAPPED, Route, Source, route_of
 from kvxfer.transfers.shelf import ShelfLeg, Shelved, look_on_shelf, unpack_mapped
@@ -380,7 +380,7 @@ class Fetch(Transfer):
             wire_bytes=sum(
                 p.wire_bytes if leg.way == "packed" else p.nbytes for p, leg in zip(plans, legs, strict=True)
             ),
-            copies=sum(copies_of(plan) for plan in plans),
+            copies=sum(plan.copies for plan in plans),
             peers=len(legs),
             missing=legs[0].source.join.missing if legs else (),
             conversation=asked,

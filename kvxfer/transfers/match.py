@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvxfer.errors import FingerprintMismatch, NoCommonBackend
-from kvxfer.formats import PackedJoin, PackedPlan
+from kvxfer.formats import PackedJoin
 from kvxfer.formats.plan import Blocks
 from kvxfer.kernels import PreparedPackedPlan
 from kvxfer.layout import fingerprint_differences
@@ -90,13 +90,6 @@ def why_not_mapped(cache: Cache, remote: RemoteCache, node: Node) -> str:
     if cache.device.split(":")[0] != remote.device:
         return f"one cache lies in {cache.device} memory, the other in {remote.device}"
     return remote.ways["mapped"]
-
-
-def copies_of(plan: TransferPlan | PackedPlan) -> int:
-    """Rows x segments."""
-    if isinstance(plan, PackedPlan):
-        return plan.raw.copies if plan.raw is not None else sum(len(part.rows) * len(part) for part in plan.parts)
-    return plan.copies
 
 
 def packed_stages(

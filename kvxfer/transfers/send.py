@@ -44,7 +44,7 @@ from kvxfer.plan import TransferPlan, check_blocks
 from kvxfer.ticket import Ticket
 from kvxfer.transfers import moves
 from kvxfer.transfers.fetch import ANNOUNCEMENT_S
-from kvxfer.transfers.match import check_fingerprints, choose_way, copies_of, packed_stages, why_not_mapped
+from kvxfer.transfers.match import check_fingerprints, choose_way, packed_stages, why_not_mapped
 from kvxfer.transfers.packed import PackedSource
 from kvxfer.transfers.transfer import Transfer
 
@@ -184,7 +184,7 @@ class Send(Transfer):
             wire=self._wire,
             bytes=sum(plan.nbytes for plan in plans),
             wire_bytes=sum(plan.wire_bytes if way == "packed" else plan.nbytes for plan in plans),
-            copies=sum(copies_of(plan) for plan in plans),
+            copies=sum(plan.copies for plan in plans),
             peers=1,
             missing=joined.missing,
             conversation=True,

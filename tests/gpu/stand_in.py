@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 
 import kvxfer
 from kvxfer.backends.segments import find_segment, open_segment
 from kvxfer.cuda.native import native
+from kvxfer.errors import MissingExtra
 
 SMS = 2
 
@@ -196,6 +198,16 @@ class DeviceArray:
     def get(self) -> np.ndarray:
         """The bytes, copied."""
         return self.bytes.copy()
+
+
+def need_no_gpu() -> None:
+    """Skip the module where there is no extension, or a real device."""
+    try:
+        gpus = native().device_count()[1]
+    except MissingExtra as reason:
+        pytest.skip(str(reason), allow_module_level=True)
+    if gpus:
+        pytest.skip("this machine has a GPU", allow_module_level=True)
 
 
 def install(*, moves: bool = True) -> Device:

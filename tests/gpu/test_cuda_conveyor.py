@@ -17,18 +17,12 @@ from kvxfer import CacheLayout, Limits, errors
 from kvxfer.cuda.conveyor import Conveyor
 from kvxfer.cuda.lanes import Lane, Lanes
 from kvxfer.cuda.mover import CudaPackedPlan
-from kvxfer.cuda.native import CudaError, native
-from kvxfer.errors import MissingExtra
+from kvxfer.cuda.native import CudaError
 from kvxfer.transfers.staging import UNIT_BYTES
 from tests.gpu import stand_in
 from tests.processes import until
 
-try:
-    native()
-except MissingExtra as reason:
-    pytest.skip(str(reason), allow_module_level=True)
-if native().device_count()[1]:
-    pytest.skip("this machine has a GPU", allow_module_level=True)
+stand_in.need_no_gpu()
 
 SECRET = b"the secret of the stand-in"
 BLOCKS, HEADS, DIM = 96, 8, 64
@@ -246,6 +240,19 @@ def test_a_device_that_has_failed_is_noticed_by_looking(lanes):
     lanes.test_device.status = LAUNCH_FAILED
     with pytest.raises(CudaError):
         until(launched.poll)
+
+
+def test_tables_are_not_taken_again_while_they_are_uploaded(lanes):
+    """A transfer that ends at once gives them back; the upload would write over the next plan's."""
+    tables = lanes.take_tables(100, 1)
+    tables.reserve()
+    lanes.test_device.silent = silent = []
+    tables.under_way = lanes.conveyor.before_all(lambda stream: None)
+    lanes.give_back_tables(tables)
+    assert lanes.take_tables(100, 1, at_hand=True) is None
+    assert lanes.take_tables(100, 1) is not tables
+    silent[0]()
+    assert lanes.take_tables(100, 1, at_hand=True) is tables
 
 
 def test_everything_later_comes_after_what_is_enqueued_before_all(lanes):

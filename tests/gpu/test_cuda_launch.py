@@ -19,7 +19,6 @@ import kvxfer
 from kvxfer import CacheLayout, Limits, TransferState, errors
 from kvxfer import ticket as tickets
 from kvxfer.cuda.native import CudaError, native
-from kvxfer.errors import MissingExtra
 from kvxfer.kernels import HostPairing, bases
 from kvxfer.plan import join
 from kvxfer.plan.request import BlockTable, pairing_of
@@ -27,12 +26,7 @@ from kvxfer.ticket import Record
 from tests.gpu import stand_in
 from tests.processes import until
 
-try:
-    native()
-except MissingExtra as reason:
-    pytest.skip(str(reason), allow_module_level=True)
-if native().device_count()[1]:
-    pytest.skip("this machine has a GPU", allow_module_level=True)
+stand_in.need_no_gpu()
 
 SECRET = b"the secret of the stand-in"
 BLOCKS = 24
