@@ -33,7 +33,7 @@ from kvxfer.formats.wire import WireFormat, parse
 from kvxfer.layout import CacheLayout, Group
 from kvxfer.plan import WIRE_ALIGNMENT, Chunk, Join, Segments, TransferPlan, check_blocks, distinct, join
 from kvxfer.plan.blocks import stand_in_blocks
-from kvxfer.plan.segments import segments_for
+from kvxfer.plan.segments import most_segments, segments_for
 
 Blocks = Mapping[str, "Sequence[int] | np.ndarray | int"]
 """Block ids by group, or only their number where the ids are the other end's business."""
@@ -173,6 +173,23 @@ class PackedJoin:
             packs=packs,
             unpacks=unpacks,
         )
+
+    def most_bytes(self, dst_counts: Mapping[str, int], *, tokens: int) -> tuple[int, int]:
+        """At most how many packed bytes a plan into so many blocks of each group has, and one segment of it.
+
+        Known without a plan: a side that lends staging can ask for chunks first, and plan while they are packed.
+        """
+        if self.plain is not None:
+            return self.plain.most_bytes(dst_counts, tokens=tokens)
+        whole = largest = 0
+        edges = bool(self.wire.first_tokens or self.wire.last_tokens)
+        for batch in self._batches_of(None):
+            count, span = most_segments(batch.src_group, batch.dst_group, dst_counts[batch.dst_group.name], tokens)
+            kinds = (batch.packed, batch.plain) if edges and batch.coded else (batch.packed,)
+            segment = max(_segment_bytes(rows, 0, span, partial=True)[0] for rows in kinds)
+            whole += (count + 2 * edges) * segment if count else 0  # where first and last tokens begin and end
+            largest = max(largest, segment)
+        return whole, largest
 
     def _parts(
         self, src: Mapping[str, np.ndarray], dst: Mapping[str, np.ndarray], tokens: int, layer: str | None
@@ -358,11 +375,15 @@ def _part(rows: _Rows, segments: Segments) -> PackedPart:
     return PackedPart(rows=rows.table, segments=segments, wire_start=starts, nbytes=nbytes)
 
 
-def _segment_bytes(rows: _Rows, first: int, tokens: int) -> tuple[int, int]:
-    """Packed bytes, and bytes of the source cache, of a segment of so many tokens from its block's `first` on."""
+def _segment_bytes(rows: _Rows, first: int, tokens: int, *, partial: bool = False) -> tuple[int, int]:
+    """Packed bytes, and bytes of the source cache, of a segment of so many tokens from its block's `first` on.
+
+    With `partial` an entry counts of which only some tokens may be there: at most so many, wherever it begins.
+    """
     wire = cache = 0
     for (ratio, heads, dim, codec, src_codec), count in rows.kinds:
-        vectors = ((first + tokens) // ratio - first // ratio if ratio else 1) * heads
+        end = first + tokens + (ratio - 1 if partial else 0)
+        vectors = (end // ratio - first // ratio if ratio else 1) * heads
         wire += count * (_align(vectors * codec.code_bytes(dim)) + _align(vectors * codec.scale_bytes(dim)))
         cache += count * vectors * src_codec.vector_bytes(dim)
     return wire, cache

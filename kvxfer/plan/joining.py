@@ -22,8 +22,8 @@ from kvxfer.plan.rows import (
     whole_head_rows,
     whole_row,
 )
-from kvxfer.plan.segments import segments_for
-from kvxfer.plan.transfer import PlanPart, TransferPlan
+from kvxfer.plan.segments import most_segments, segments_for
+from kvxfer.plan.transfer import PlanPart, TransferPlan, most_segment_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,16 @@ class Join:
     def shortest_run_bytes(self) -> int:
         """The least that lies together on both sides, before neighbours are merged."""
         return min(run_bytes(row) for part in self.parts for row in part.merged)
+
+    def most_bytes(self, dst_counts: Mapping[str, int], *, tokens: int) -> tuple[int, int]:
+        """At most how many packed bytes a plan into so many blocks of each group has, and one segment of it."""
+        whole = largest = 0
+        for part in self.parts:
+            count, span = most_segments(part.src_group, part.dst_group, dst_counts[part.dst_group.name], tokens)
+            segment = most_segment_bytes(part.merged, -(-span // max(part.tile, 1)) * max(part.tile, 1))
+            whole += count * segment
+            largest = max(largest, segment)
+        return whole, largest
 
     def plan(
         self, src_blocks: BlockLists, dst_blocks: BlockLists, *, tokens: int, layer: str | None = None

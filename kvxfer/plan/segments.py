@@ -29,6 +29,18 @@ def segments_for(
     return _blocks(src_group, dst_group, src, dst, tokens, tile)
 
 
+def most_segments(src_group: Group, dst_group: Group, dst_count: int, tokens: int) -> tuple[int, int]:
+    """At most how many segments `segments_for` makes for so many destination blocks, and tokens in one of them."""
+    if dst_group.kind is GroupKind.STATE:
+        return dst_count, 1
+    span = min(src_group.block_tokens, dst_group.block_tokens, tokens)
+    if dst_group.kind is GroupKind.RING:
+        return 3 * dst_count, span  # either ring may begin anew in between
+    if src_group.block_tokens == dst_group.block_tokens:
+        return dst_count, span
+    return dst_count and dst_count + dst_count * dst_group.block_tokens // src_group.block_tokens + 1, span
+
+
 def _ring(
     src_group: Group, dst_group: Group, src: np.ndarray, dst: np.ndarray, tokens: int, tile: int
 ) -> Segments | None:

@@ -190,6 +190,14 @@ def _whole_bytes(units: bytes) -> tuple[int, int]:
     return int(_align(sizes).sum()), int(sizes.sum())
 
 
+def most_segment_bytes(rows: np.ndarray, tokens: int) -> int:
+    """Packed bytes of a segment of so many tokens, at most: an entry counts of which only some tokens are there."""
+    ratio = rows["tokens_per_entry"].astype(np.int64)
+    entries = np.where(ratio > 0, -(-tokens // np.maximum(ratio, 1)), 1)
+    per_entry = rows["heads"].astype(np.int64) * rows["channels"] * rows["unit_bytes"].astype(np.int64)
+    return int(_align(entries * per_entry).sum())
+
+
 def _row_bytes(rows: np.ndarray, src_token: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Bytes of every row (columns) for every token span (lines), int64."""
     ratio = rows["tokens_per_entry"].astype(np.int64)

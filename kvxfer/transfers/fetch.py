@@ -2,7 +2,8 @@
 
 The order of `Fetch._attempt` is the protocol: find the engine, read the lease's record from every rank that is needed,
 plan everything, then move, then read every lease word once more. Only then is the transfer done. Unless the packed
-way is taken, no Python of the publisher has part in it.
+way is taken, no Python of the publisher has part in it; where it is, and nothing else comes into question, chunks are
+asked for first, and planned for while the other side packs them.
 
 Imports node, route, match, moves, pull, plan, remote.
 """
@@ -15,6 +16,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvxfer.backends.base import Direction
 from kvxfer.control.messages import Release
@@ -38,7 +41,7 @@ from kvxfer.transfers import moves
 from kvxfer.transfers.choice import Choice
 from kvxfer.transfers.match import choose_way, why_not_mapped
 from kvxfer.transfers.pull import PullLeg
-from kvxfer.transfers.route import MAPPED, Route, Source, route_of
+from kvxfer.transfers.route import MAPPED, PACKED, Route, Source, route_of
 from kvxfer.transfers.shelf import ShelfLeg, Shelved, look_on_shelf, unpack_mapped
 from kvxfer.transfers.transfer import Transfer
 
@@ -61,12 +64,12 @@ ANNOUNCEMENT_S = 1.0  # how long after its ticket a peer's newly registered cach
 
 @dataclass(slots=True)
 class Leg:
-    """A source, with what this fetch takes from it: pairs of whole blocks, or else a plan."""
+    """A source, with what this fetch takes from it: pairs of whole blocks, or else a plan, be it made later."""
 
     source: Source
     choice: Choice
     request: Request | None = None
-    published: Published | None = None  # what the request was made from
+    published: Published | None = None  # what the request was made from, or the plan will be
     plan: PreparedPlan | PreparedPackedPlan | None = None
     shelved: Shelved | None = None  # where its bytes lie packed ahead
     ending: Ending | None = None  # of the mapped way on a GPU: the verdict that the device has read
@@ -159,17 +162,21 @@ class Fetch(Transfer):
         if legs is not None:
             self._move_blocks(route, legs, here)
             return
-        if here:  # planning takes a while
+        asks = [source.way == PACKED.way and not self._may_be_on_shelf(published) for source, published in leases]
+        if here and not (all(asks) and (self._after is None or self._after.done())):
             self._hand_over(self._attempt)
             return
-        legs = [self._plan(source, published) for source, published in leases]
+        legs = [
+            Leg(source, PACKED, published=published) if asked else self._plan(source, published)
+            for (source, published), asked in zip(leases, asks, strict=True)
+        ]
         if any(leg.way == "packed" for leg in legs) and not self._passed(self._after):
             return
         if not self.begin():
             return
         self._legs = legs
         self._alone, self._started_before = len(legs) == len(self._node.active) == 1, self._node.started
-        self._count(legs)
+        self._count_all()
         self._move()
 
     def _passed(self, event: Event | None) -> bool:
@@ -207,12 +214,15 @@ class Fetch(Transfer):
             legs.append(Leg(source, MAPPED, request, published, ending=self._ending(source)))
         return legs or None
 
+    def _may_be_on_shelf(self, published: Published) -> bool:
+        return published.shelf_offset is not None and not self._node.checksums
+
     def _plan(self, source: Source, published: Published) -> Leg:
         """The leg of one rank in whatever way."""
         if self._verifies_late(source):
             source.peer.table.verify(published, self._ticket)
         ticket, dst_lists = self._ticket, self._cache.blocks.arrays(self._dst)
-        lists = check_blocks(source.cache.layout, published.record.lists(), tokens=ticket.tokens, role="source")
+        lists = self._lists_of(source, published)
 
         @functools.cache
         def plain() -> TransferPlan | PackedPlan:
@@ -222,11 +232,31 @@ class Fetch(Transfer):
         choice = choose_way(self._cache, source.cache, source.join, self._node, source.peer, plain)
         if choice.way == "packed":
             counts = {name: len(ids) for name, ids in lists.items()}
-            plan = self._cache.prepare_packed(source.join.plan(counts, dst_lists, tokens=ticket.tokens))
+            plan = self._plan_packed(source, counts)
             shelved = look_on_shelf(self._node, self._cache, source, plan.plan, ticket, counts, published)
             return Leg(source, choice, plan=plan, shelved=shelved)
         plan = self._cache.prepare(plain())
         return Leg(source, choice, plan=plan, ending=self._ending(source) if choice.way == "mapped" else None)
+
+    def _lists_of(self, source: Source, published: Published) -> dict[str, np.ndarray]:
+        lists = published.record.lists()
+        return check_blocks(source.cache.layout, lists, tokens=self._ticket.tokens, role="source")
+
+    def _plan_packed(self, source: Source, counts: dict[str, int]) -> PreparedPackedPlan:
+        dst_lists = self._cache.blocks.arrays(self._dst)
+        return self._cache.prepare_packed(source.join.plan(counts, dst_lists, tokens=self._ticket.tokens))
+
+    def plan_late(self, leg: Leg) -> None:
+        """Make the plan of a leg whose chunks have been asked for. Mover thread."""
+        if leg.plan is None:
+            lists = self._lists_of(leg.source, leg.published)
+            leg.plan = self._plan_packed(leg.source, {name: len(ids) for name, ids in lists.items()})
+
+    def most_bytes(self, leg: Leg) -> tuple[int, int]:
+        """How many packed bytes a leg has and one segment of it; where it has no plan yet, at most."""
+        if leg.plan is None:
+            return leg.source.join.most_bytes(self.block_counts(), tokens=self._ticket.tokens)
+        return leg.plan.plan.wire_bytes, leg.plan.plan.largest_segment_bytes
 
     def _ending(self, source: Source) -> Ending | None:
         """What the GPU does after the last byte; None for a cache in host memory."""
@@ -365,8 +395,9 @@ class Fetch(Transfer):
 
     # --- every way ------------------------------------------------------------------------------------------
 
-    def _count(self, legs: list[Leg]) -> None:
-        plans = [leg.plan.plan for leg in legs]
+    def _count_all(self) -> None:
+        """What the statistics say, but for the sums of plans that are not made yet."""
+        legs = self._legs
         not_mapped = {why_not_mapped(self._cache, leg.source.cache, self._node) for leg in legs if leg.way != "mapped"}
         asked = any(leg.way == "packed" and leg.shelved is None for leg in legs)
         self.count(
@@ -376,18 +407,23 @@ class Fetch(Transfer):
             why_not_mapped="; ".join(sorted(not_mapped - {""})),
             packed_ahead=any(leg.shelved for leg in legs),
             wire=self._wire,
-            bytes=sum(plan.nbytes for plan in plans),
-            wire_bytes=sum(
-                p.wire_bytes if leg.way == "packed" else p.nbytes for p, leg in zip(plans, legs, strict=True)
-            ),
-            copies=sum(plan.copies for plan in plans),
             peers=len(legs),
             missing=legs[0].source.join.missing if legs else (),
             conversation=asked,
         )
+        self.count_plans()
+
+    def count_plans(self) -> None:
+        """Put the sums of the plans that there are into the statistics. While legs are under way: progress thread."""
+        planned = [(leg, leg.plan.plan) for leg in self._legs if leg.plan is not None]
+        self.count(
+            bytes=sum(plan.nbytes for _, plan in planned),
+            wire_bytes=sum(plan.wire_bytes if leg.way == "packed" else plan.nbytes for leg, plan in planned),
+            copies=sum(plan.copies for _, plan in planned),
+        )
 
     def _move(self) -> None:
-        packed = [leg for leg in self._legs if leg.way == "packed" and leg.plan.plan.wire_bytes]
+        packed = [leg for leg in self._legs if leg.way == "packed" and self.most_bytes(leg)[0]]
         asked = [leg for leg in packed if leg.shelved is None or not leg.shelved.mapped]
         here = [leg for leg in self._legs if leg.way == "mapped" or (leg in packed and leg not in asked)]
         direct = [leg for leg in self._legs if leg.way == "direct"]

@@ -57,14 +57,13 @@ def staging_for(node: Node, peer: Peer, cache: Cache, remote: RemoteCache) -> St
 
 
 def borrow(
-    node: Node, ring: StagingRing, stages: Sequence[PreparedPackedPlan], granted: Callable[[Loan], None]
+    node: Node, ring: StagingRing, total: int, largest: int, granted: Callable[[Loan], None]
 ) -> Callable[[], None]:
-    """Ask for the staging that a receiving side needs: as many chunks as pay, and no more than there are bytes.
+    """Ask for the staging that a receiving side needs for `total` bytes in segments of up to `largest`: as many chunks
+    as pay, and no more than there are bytes.
 
     `granted` is called on the progress thread. Returns what to call to leave the line. Raises BufferTooSmall.
     """
-    total = sum(plan.plan.wire_bytes for plan in stages)
-    largest = max((plan.plan.largest_segment_bytes for plan in stages), default=0)
     slot_bytes = max(largest, min(node.limits.chunk_on(ring.device), ring.nbytes, total))
     slots = min(SLOTS if ring.device == "cpu" else GPU_SLOTS, -(-total // slot_bytes) + 1)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvxfer.control.messages import Chunks, Credit, Ended, Message, Pull, Refused, Stop
-from kvxfer.errors import Cancelled, InvalidRequest, InvalidTicket, KvxferError, PeerGone, rebuild
+from kvxfer.errors import BackendError, Cancelled, InvalidRequest, InvalidTicket, KvxferError, PeerGone, rebuild
 from kvxfer.formats import PackedJoin, join_packed
 from kvxfer.lease import Lease
 from kvxfer.node import Node, new_transfer_id
@@ -28,7 +28,7 @@ _MAX_JOINS = 64  # of one peer
 
 
 class PullLeg:
-    """One packed leg: asks the publisher to pack, scatters what comes. Progress thread only."""
+    """One packed leg: asks the publisher to pack, plans while it does, scatters what comes. Progress thread only."""
 
     def __init__(self, fetch: Fetch, node: Node, leg: Leg, ticket: Ticket, cache: Cache) -> None:
         self._fetch, self._node, self._leg = fetch, node, leg
@@ -37,15 +37,16 @@ class PullLeg:
         self._peer = leg.source.peer
         self._loan: Loan | None = None
         self._sink: PackedSink | None = None
+        self._early: list[Chunks] = []  # told of before the plan was made
         self._leave_line: Callable[[], None] | None = None
-        self._asked = self._writer_ended = False
+        self._asked = self._planning = self._writer_ended = False
 
     def start(self) -> None:
         """Stand in line for staging."""
         self._fetch.waits_for("staging buffers")
         try:
             ring = staging_for(self._node, self._peer, self._cache, self._leg.source.cache)
-            self._leave_line = borrow(self._node, ring, [self._leg.plan], self._pull)
+            self._leave_line = borrow(self._node, ring, *self._fetch.most_bytes(self._leg), self._pull)
         except KvxferError as error:
             self._fetch.abort(error)
 
@@ -84,7 +85,26 @@ class PullLeg:
                 offer=offer(self._node, loan, self._fetch.wire),
             )
         )
-        # While the other side makes its plan:
+        self._planning = True
+        self._node.pool.submit(self._plan)
+
+    def _plan(self) -> None:
+        """Do what the first chunk needs. Mover thread."""
+
+        def plan() -> None:
+            self._fetch.plan_late(self._leg)
+            if self._cache.device != "cpu":
+                self._leg.plan.get_ready("unpack", self._cache.bases)
+
+        self._fetch.attempt(plan)
+        self._node.progress.post(self._planned)
+
+    def _planned(self) -> None:
+        self._planning = False
+        if self._fetch.done() or self._fetch.stopping:
+            self._give_back()
+            return
+        self._fetch.count_plans()
         self._sink = PackedSink(
             self._node,
             self._peer,
@@ -92,18 +112,29 @@ class PullLeg:
             self._fetch,
             [self._leg.plan],
             self._cache.bases,
-            loan,
+            self._loan,
             dropped=self._give_back,
             complete=self._completed,
         )
-        if self._cache.device != "cpu":
-            bases = self._cache.bases
-            self._node.pool.submit(lambda: self._fetch.attempt(lambda: self._leg.plan.get_ready("unpack", bases)))
+        early, self._early = self._early, []
+        for message in early:
+            self.handle(message)
+        if not self._leg.plan.plan.wire_bytes:  # then nothing comes
+            self._completed()
+            self._give_back()
+
+    def _take(self, message: Chunks) -> None:
+        if self._sink is not None:
+            self._sink.take(message)
+            return
+        self._early.append(message)
+        if sum(len(early.placed) for early in self._early) > self._loan.slots:
+            raise BackendError(f"{self._peer.identity.name} tells of more chunks than it was lent staging for")
 
     def handle(self, message: Message) -> None:
         try:
             if isinstance(message, Chunks):
-                self._sink.take(message)
+                self._take(message)
             elif isinstance(message, Ended):
                 self._writer_ended = True
                 if message.error:
@@ -142,9 +173,9 @@ class PullLeg:
         self._give_back()
 
     def _give_back(self) -> None:
-        """Return the staging once the publisher writes no more and no chunk is being scattered."""
-        scatters = self._sink is not None and self._sink.busy
-        if self._loan is not None and self._writer_ended and not scatters:
+        """Return the staging once the publisher writes no more and no chunk is, or is about to be, scattered."""
+        at_work = self._planning or (self._sink is not None and self._sink.busy)
+        if self._loan is not None and self._writer_ended and not at_work:
             self._peer.conversations.pop(self._id, None)
             loan, self._loan = self._loan, None
             if self._sink is not None:

@@ -105,9 +105,11 @@ class Receive:
         layers = remote.layout.layers if claim.layerwise else (None,)
         stages = packed_stages(self._cache, joined, claim.blocks, dst_lists, ticket.tokens, layers)
         self._complete = not any(stage.plan.wire_bytes for stage in stages)
-        self._count("packed", sum(s.plan.nbytes for s in stages), sum(s.plan.wire_bytes for s in stages))
+        total = sum(stage.plan.wire_bytes for stage in stages)
+        largest = max((stage.plan.largest_segment_bytes for stage in stages), default=0)
+        self._count("packed", sum(stage.plan.nbytes for stage in stages), total)
         ring = staging_for(self._node, self._peer, self._cache, remote)
-        self._leave_line = borrow(self._node, ring, stages, lambda loan: self._lend(stages, loan))
+        self._leave_line = borrow(self._node, ring, total, largest, lambda loan: self._lend(stages, loan))
 
     def _count(self, way: str, nbytes: int, wire_bytes: int) -> None:
         self._reservation.count(

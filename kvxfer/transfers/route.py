@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvxfer.cache import Cache
     from kvxfer.cuda.pairing import CudaPairing
 
-MAPPED = Choice("mapped", "")
+MAPPED, PACKED = Choice("mapped", ""), Choice("packed", "")
 
 
 @dataclass(slots=True)
@@ -37,6 +37,7 @@ class Source:
     cache: RemoteCache
     join: PackedJoin
     together: Sources | None
+    way: str  # the best one, with which another may yet be weighed; "" where none is possible
     pairing: HostPairing | CudaPairing | None  # of the mapped way, where it copies whole blocks
 
 
@@ -45,7 +46,7 @@ class Route:
     """The ranks that together fill a cache. Kept with the engine, for every fetch between the two caches."""
 
     sources: list[Source]
-    at_hand: bool  # whether every rank is mapped, down to its lease table: nothing has to be waited for
+    at_hand: bool  # whether a transfer can begin before anything is planned, and nothing has to be waited for
     counted: dict[str, object]  # what the statistics of every fetch that goes so have in common
 
 
@@ -76,17 +77,15 @@ def route_of(
     together = Sources(
         key=new_transfer_id(), cache=ticket.cache, into_cache=cache.name, layouts=layouts, index=0, first=first
     )
-    sources = [
-        Source(
-            holders[j.source],
-            caches[j.source],
-            j,
-            _for_index(together, j.source) if len(caches) > 1 else None,
-            _mapped_pairing(cache, caches[j.source], j, node),
-        )
-        for j in joins
-    ]
-    tables = [source.peer.table for source in sources if source.pairing is not None]
+    sources = []
+    for j in joins:
+        remote = caches[j.source]
+        way = _best_way(cache, remote, j, node)
+        told = _for_index(together, j.source) if len(caches) > 1 else None
+        pairing = _mapped_pairing(cache, remote, j) if way == MAPPED.way else None
+        sources.append(Source(holders[j.source], remote, j, told, way, pairing))
+    ready = [source for source in sources if source.pairing is not None or source.way == PACKED.way]
+    tables = [source.peer.table for source in ready]
     counted = {
         "backend": "+".join(sorted({source.peer.backend for source in sources})),
         "way": MAPPED.way,
@@ -99,17 +98,17 @@ def route_of(
     return found
 
 
-def _mapped_pairing(
-    cache: Cache, remote: RemoteCache, joined: PackedJoin, node: Node
-) -> HostPairing | CudaPairing | None:
-    """The blocks of two caches, where they go whole and the mapped way."""
-    pairing = pairing_of(joined.plain)
+def _best_way(cache: Cache, remote: RemoteCache, joined: PackedJoin, node: Node) -> str:
     try:
-        if pairing is None or best_way(cache, remote, joined, node) != MAPPED.way:
-            return None
+        return best_way(cache, remote, joined, node)
     except NoCommonBackend:  # said by the fetch, once it has found its lease
-        return None
-    return cache.prepare_pairing(pairing, remote.mapped_bases)
+        return ""
+
+
+def _mapped_pairing(cache: Cache, remote: RemoteCache, joined: PackedJoin) -> HostPairing | CudaPairing | None:
+    """The blocks of two caches, where they go whole."""
+    pairing = pairing_of(joined.plain)
+    return None if pairing is None else cache.prepare_pairing(pairing, remote.mapped_bases)
 
 
 def _for_index(together: Sources, index: int) -> Sources:

@@ -238,6 +238,9 @@ def check(sources: list[Side], dst: Side, tokens: int, data) -> None:
             wanted += len(places)
     joins = join([src.layout for src in sources], dst.layout)
     plans = [(j, j.plan({"g": sources[j.source].blocks}, {"g": dst.blocks}, tokens=tokens)) for j in joins]
+    for j, plan in plans:
+        most = j.most_bytes({"g": len(dst.blocks)}, tokens=tokens)
+        assert plan.wire_bytes <= most[0] and plan.largest_segment_bytes <= most[1]
     allowed = dst.listed()
     whole = any((part.rows["tokens_per_entry"] == 0).any() for _, plan in plans for part in plan.parts)
     if not whole:

@@ -126,6 +126,8 @@ def run_both(src, dst, wire, *, tokens=100, chunk_bytes=9000, prefix=0, **option
     chunks = list(plan.chunks(chunk_bytes))
     assert chunks == list(packer.chunks(chunk_bytes)) == list(unpacker.chunks(chunk_bytes))
     assert sum(chunk.wire_bytes for chunk in chunks) == plan.wire_bytes
+    most = join.most_bytes({"full": len(dst_ids)}, tokens=tokens)
+    assert plan.wire_bytes <= most[0] and plan.largest_segment_bytes <= most[1]
     for number, chunk in enumerate(chunks):
         wire_bytes = np.full(chunk.wire_bytes + 2 * GUARD, 0xA5, np.uint8)
         address = wire_bytes.ctypes.data + GUARD

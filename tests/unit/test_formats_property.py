@@ -53,6 +53,8 @@ def test_kernels_equal_the_reference(data):
     src_bases, dst_bases = (kernels.bases([a.ctypes.data for a in arrays]) for arrays in (source, ours))
     chunks = list(plan.chunks(data.draw(st.sampled_from([1, 5000, 1 << 30]))))
     assert sum(chunk.wire_bytes for chunk in chunks) == plan.wire_bytes
+    most = join.most_bytes({"full": len(dst_ids)}, tokens=tokens)
+    assert plan.wire_bytes <= most[0] and plan.largest_segment_bytes <= most[1]
     for chunk in chunks:
         wire = np.full(chunk.wire_bytes, 0xA5, np.uint8)
         prepared.pack(chunk, src_bases, wire.ctypes.data, threads=data.draw(st.integers(1, 3)))
