@@ -54,6 +54,7 @@ from kvxfer.transfers.staging import (
     GPU_CHUNK_BYTES,
     GPU_SLOTS,
     GPU_STAGING_BYTES,
+    POSTED_CHUNK_BYTES,
     SLOTS,
     STAGING_BYTES,
     UNIT_BYTES,
@@ -90,7 +91,8 @@ class Limits:
     """Bounds and periods of a connector. Bytes and seconds.
 
     `staging_bytes` and `chunk_bytes` are for packed transfers; None stands for 64 MiB and 4 MiB in host memory, and for
-    512 MiB and 32 MiB in a GPU's (chunks: an eighth of the staging, or in a GPU's a sixteenth, where that is less).
+    512 MiB and 32 MiB in a GPU's, or 128 MiB where a backend is asked to move each chunk (an eighth, a sixteenth, a
+    quarter of the staging, where that is less).
     """
 
     lease_slots: int = 4096
@@ -122,9 +124,14 @@ class Limits:
         """Bytes of the staging on a device."""
         return self.staging_bytes or (STAGING_BYTES if device == "cpu" else GPU_STAGING_BYTES)
 
-    def chunk_on(self, device: str) -> int:
-        """Bytes of a packed chunk on a device: by default no more than the staging has room for several times."""
+    def chunk_on(self, device: str, *, posted: bool = False) -> int:
+        """Bytes of a packed chunk on a device: by default no more than the staging has room for several times.
+
+        `posted`: a backend is asked to move it there, which on a GPU takes longer than 32 MiB do.
+        """
         usual, slots = (CHUNK_BYTES, SLOTS) if device == "cpu" else (GPU_CHUNK_BYTES, GPU_SLOTS)
+        if posted:
+            usual, slots = POSTED_CHUNK_BYTES, GPU_STAGING_BYTES // POSTED_CHUNK_BYTES
         return self.chunk_bytes or min(usual, max(UNIT_BYTES, self.staging_on(device) // slots))
 
 

@@ -35,6 +35,7 @@ _prctl = ctypes.CDLL(None).prctl
 _prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
 _PR_SET_TIMERSLACK = 29
 
+_SPIN_S = 200e-6  # how long the first operation under way is looked at without a pause: it may be the only one
 _FIRST_PAUSE_S = 20e-6  # between two looks at operations under way
 _LAST_PAUSE_S = 5e-3
 _LEAST_POLL_S = 1e-3  # poll() takes whole milliseconds
@@ -75,6 +76,7 @@ class ProgressThread:
         self._awaited: list[tuple[Callable[[], bool], Callable[[BaseException | None], None]]] = []
         self._pause_s = _FIRST_PAUSE_S
         self._seen_at = 0.0  # when the last one was seen to have ended
+        self._spin_until = 0.0  # no pauses before that
         self._poller = zmq.Poller()
         need_descriptors(1)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -146,6 +148,7 @@ class ProgressThread:
     def _await(self, entry: tuple[Callable[[], bool], Callable[[BaseException | None], None]]) -> None:
         if not self._awaited and time.monotonic() - self._seen_at > self._pause_s:
             self._pause_s = _FIRST_PAUSE_S  # it is not one of a series
+            self._spin_until = time.monotonic() + _SPIN_S
         self._awaited.append(entry)
 
     def watch(self, socket: zmq.Socket, on_readable: Callable[[], None]) -> None:
@@ -184,7 +187,9 @@ class ProgressThread:
 
     def _turn(self) -> None:
         pause_s = 0.0
-        if self._awaited and not self._calls:
+        if self._awaited and not self._calls and time.monotonic() < self._spin_until:
+            time.sleep(0)  # other threads get the GIL
+        elif self._awaited and not self._calls:
             pause_s, self._pause_s = self._pause_s, min(_LAST_PAUSE_S, self._pause_s * 1.1)
             if pause_s < _LEAST_POLL_S:
                 time.sleep(pause_s)

@@ -116,9 +116,13 @@ class Lane:
             return
         ending = ending or Ending()
         self.report(ending)
-        while not self.await_said(self.said, _DOZE_S):
-            pass
+        self.await_all(self.said)
         self.take_down(ending)
+
+    def await_all(self, said: int) -> None:
+        """Wait until what was enqueued when `said` was that is done. Raises CudaError."""
+        while not self.await_said(said, _DOZE_S):
+            pass
 
     def report(self, ending: Ending | None = None) -> None:
         """Enqueue what says that everything before is done (`said`), and what `ending` asks for."""

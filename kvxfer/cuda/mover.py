@@ -8,6 +8,7 @@ pinned. Each mover thread has a lane of its own, so one chunk is packed while an
 
 from __future__ import annotations
 
+import collections
 import threading
 import time
 import weakref
@@ -28,6 +29,7 @@ from kvxfer.plan import WIRE_ALIGNMENT, Chunk, TransferPlan, together
 
 _NAP_S = 20e-6
 PIECE_BYTES = 1 << 30  # what one launch carries out: a few milliseconds of the link
+_PIECES_AHEAD = 1  # that are enqueued while one is at work
 
 
 class CudaPlan:
@@ -53,22 +55,30 @@ class CudaPlan:
     ) -> bool:
         """Blocks to blocks, once the events `after` (CUDA's handles) have passed on the device.
 
-        Between pieces it asks `go_on` and tells `moved` the bytes of each. After the last piece the device does what
-        `ending` says. False when it was not to go on: then nothing of `ending` was done.
+        Between pieces it asks `go_on` and tells `moved` the bytes of each; while one is at work the next one is
+        enqueued. After the last piece the device does what `ending` says. False when it was not to go on: then nothing
+        of `ending` was done.
         """
         pieces = list(together(self.plan.chunks(PIECE_BYTES), PIECE_BYTES))
         with self._lanes.lane() as lane:
             prepared = self._prepare(lane, src_bases, dst_bases) if pieces else None
             for event in after:
                 lane.wait_for(event)
+            at_work: collections.deque[tuple[int, int]] = collections.deque()  # what the lane will say, and bytes
             for piece in pieces:
                 if not go_on():
                     return False
                 prepared.copy(piece, stream=lane.queue, max_sms=self._max_sms)
-                lane.finish(ending if piece is pieces[-1] else None)
-                moved(sum(chunk.wire_bytes for chunk in piece))
-            if not pieces:
-                lane.finish(ending)
+                if piece is pieces[-1]:
+                    break
+                lane.report()
+                at_work.append((lane.said, sum(chunk.wire_bytes for chunk in piece)))
+                if len(at_work) > _PIECES_AHEAD:
+                    said, nbytes = at_work.popleft()
+                    lane.await_all(said)
+                    moved(nbytes)
+            lane.finish(ending)
+            moved(sum(nbytes for _, nbytes in at_work) + sum(chunk.wire_bytes for chunk in pieces[-1]) if pieces else 0)
         return True
 
     def _prepare(self, lane: Lane, src: np.ndarray, dst: np.ndarray) -> PreparedCudaPlan | PreparedCudaPackedPlan:

@@ -57,14 +57,15 @@ def staging_for(node: Node, peer: Peer, cache: Cache, remote: RemoteCache) -> St
 
 
 def borrow(
-    node: Node, ring: StagingRing, total: int, largest: int, granted: Callable[[Loan], None]
+    node: Node, peer: Peer, ring: StagingRing, total: int, largest: int, granted: Callable[[Loan], None]
 ) -> Callable[[], None]:
     """Ask for the staging that a receiving side needs for `total` bytes in segments of up to `largest`: as many chunks
     as pay, and no more than there are bytes.
 
     `granted` is called on the progress thread. Returns what to call to leave the line. Raises BufferTooSmall.
     """
-    slot_bytes = max(largest, min(node.limits.chunk_on(ring.device), ring.nbytes, total))
+    posted = ring.device != "cpu" and "cuda" in peer.link.one_sided_devices
+    slot_bytes = max(largest, min(node.limits.chunk_on(ring.device, posted=posted), ring.nbytes, total))
     slots = min(SLOTS if ring.device == "cpu" else GPU_SLOTS, -(-total // slot_bytes) + 1)
 
     def lent(loan: Loan) -> None:

@@ -46,7 +46,9 @@ class PullLeg:
         self._fetch.waits_for("staging buffers")
         try:
             ring = staging_for(self._node, self._peer, self._cache, self._leg.source.cache)
-            self._leave_line = borrow(self._node, ring, *self._fetch.most_bytes(self._leg), self._pull)
+            self._leave_line = borrow(
+                self._node, self._peer, ring, *self._fetch.most_bytes(self._leg), self._pull
+            )
         except KvxferError as error:
             self._fetch.abort(error)
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 4 << 20  # measured between two processes: smaller ones pay for messages, larger ones leave the caches
 GPU_CHUNK_BYTES = 32 << 20  # a GPU moves one in the time that the words about it take
+POSTED_CHUNK_BYTES = 128 << 20  # nor of calls of a library at both ends, where a backend has to be asked to move it
 SLOTS, GPU_SLOTS = 8, 16  # chunks in flight that a transfer asks for: enough for the time that words about them take
 STAGING_BYTES, GPU_STAGING_BYTES = 2 * SLOTS * CHUNK_BYTES, GPU_SLOTS * GPU_CHUNK_BYTES
 UNIT_BYTES = 256 << 10  # granularity of loans

@@ -23,3 +23,9 @@ from kvxfer.transfers.staging import GPU_SLOTS, SLOTS
 def test_sizes(given, device, staging, chunk):
     limits = Limits(**given)
     assert (limits.staging_on(device), limits.chunk_on(device)) == (staging, chunk)
+
+
+def test_chunks_are_larger_where_a_backend_is_asked_for_each():
+    assert Limits().chunk_on("cuda:0", posted=True) == 128 << 20
+    assert Limits(staging_bytes=64 << 20).chunk_on("cuda:0", posted=True) == 16 << 20
+    assert Limits(chunk_bytes=1 << 20).chunk_on("cuda:0", posted=True) == 1 << 20
