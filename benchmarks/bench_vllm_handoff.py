@@ -6,15 +6,18 @@ For two GPUs: engines of prefill on the first, of decode on the second. On one G
 host's part and for tokens, and says nothing of a link. All engines start at once; then one connector after the other is
 measured. `--shape qwen2.5-14b-kv` has that model's cache and narrow feed-forward layers: three pairs fit on one GPU.
 
-Weights are random and such that output depends on the context, so that tokens can be compared. Rows: the hand-off
-(decode's first token, with the prompt in prefill's cache), its ceiling (the same prompt in decode's own cache), and the
-connector's own time for the bytes. `--shape tiny --cpu` checks the script.
+Weights are random and such that output depends on the context, so that tokens can be compared: with those of decode
+alone, and those with its own of another time, since engines that launch in other batches may round otherwise, unless
+VLLM_BATCH_INVARIANT=1 is set. Rows: the hand-off (decode's first token, with the prompt in prefill's cache), its
+ceiling (the same prompt in decode's own cache), and the connector's own time for the bytes. `--shape tiny --cpu` checks
+the script; `--tokens-only` leaves the rows out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
@@ -111,7 +114,25 @@ class Pair:
         return vllm_engines.counters(self.kind, self.decode)
 
 
-def measure(pair: Pair, shape: dict[str, Any], calls: int, generator: random.Random) -> dict[str, Any]:
+def compare_tokens(pair: Pair, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """What decode answers after a hand-off, and alone: twice, with salts, so that nothing comes out of its cache."""
+    handed = [pair.hand_over(prompt, COMPARED_TOKENS)[2].tokens for prompt in prompts]
+    alone, again = (
+        [pair.ask(pair.decode, prompt, COMPARED_TOKENS, cache_salt=salt)[1].tokens for prompt in prompts]
+        for salt in ("alone", "again")
+    )
+    return {
+        "answers_compared_with_decode_alone": len(prompts),
+        "answers_with_equal_tokens": sum(a == b for a, b in zip(handed, alone, strict=True)),
+        "answers_that_decode_repeats": sum(a == b for a, b in zip(alone, again, strict=True)),
+        "different_answers": len({tuple(tokens) for tokens in alone}),
+        "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT") == "1",
+    }
+
+
+def measure(
+    pair: Pair, shape: dict[str, Any], calls: int, generator: random.Random, *, compared: int, tokens_only: bool
+) -> dict[str, Any]:
     """Everything about one connector."""
 
     def prompt(tokens: int) -> list[int]:
@@ -160,29 +181,14 @@ def measure(pair: Pair, shape: dict[str, Any], calls: int, generator: random.Ran
 
     for tokens in (100, max(shape["lengths"]), 2000):  # warms up kernels and connections
         pair.hand_over(prompt(min(tokens, max(shape["lengths"]))), 4)
-    rows = series("fresh")
-    with ThreadPoolExecutor(2) as both:
-        list(both.map(churn, (pair.prefill, pair.decode)))
-    rows += series("fragmented")
-    rates = {"alone": prefill_rate(False), "handing_over": prefill_rate(True)}
-    same, repeated = [], []
-    for _ in range(calls):
-        x = prompt(shape["lengths"][0])
-        answer = pair.hand_over(x, COMPARED_TOKENS)[2]
-        # Salted: not out of its cache. VLLM_BATCH_INVARIANT=1 has engines that launch otherwise round alike.
-        alone, again = (pair.ask(pair.decode, x, COMPARED_TOKENS, cache_salt=salt)[1] for salt in ("alone", "again"))
-        same.append(answer.tokens == alone.tokens)
-        repeated.append(alone.tokens == again.tokens)
-    return {
-        "connector": pair.kind,
-        "wire": pair.wire,
-        "backend": pair.backend,
-        "rows": rows,
-        "prefill_tokens_per_s": rates,
-        "answers_compared_with_decode_alone": len(same),
-        "answers_with_equal_tokens": sum(same),
-        "answers_that_decode_repeats": sum(repeated),
-    }
+    found: dict[str, Any] = {"connector": pair.kind, "wire": pair.wire, "backend": pair.backend}
+    if not tokens_only:
+        rows = series("fresh")
+        with ThreadPoolExecutor(2) as both:
+            list(both.map(churn, (pair.prefill, pair.decode)))
+        found["rows"] = rows + series("fragmented")
+        found["prefill_tokens_per_s"] = {"alone": prefill_rate(False), "handing_over": prefill_rate(True)}
+    return found | compare_tokens(pair, [prompt(shape["lengths"][0]) for _ in range(compared)])
 
 
 def main() -> None:
@@ -192,6 +198,8 @@ def main() -> None:
     parser.add_argument("--connectors", nargs="+", default=["kvxfer", "nixl"], help="of kvxfer[:WIRE[:BACKEND]], nixl")
     parser.add_argument("--shape", default="qwen2.5-14b", choices=list(SIZES))
     parser.add_argument("--calls", type=int, default=5)
+    parser.add_argument("--compared", type=int, default=8, help="prompts whose answers are compared")
+    parser.add_argument("--tokens-only", action="store_true", help="compare answers, and measure nothing")
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
     options.logs.mkdir(parents=True, exist_ok=True)
@@ -218,7 +226,8 @@ def main() -> None:
             try:
                 pair.prefill.ready(), pair.decode.ready()
                 print(f"{pair.kind}: engines are up after {time.monotonic() - began:.0f} s", flush=True)
-                results.append(measure(pair, shape, options.calls, random.Random(0)))
+                more = {"compared": options.compared, "tokens_only": options.tokens_only}
+                results.append(measure(pair, shape, options.calls, random.Random(0), **more))
             except Exception as error:  # the other connector's numbers are worth having
                 print(f"{pair.kind}: {type(error).__name__}: {error}", flush=True)
                 said = f"{type(error).__name__}: {error}"[:2000]
