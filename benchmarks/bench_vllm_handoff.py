@@ -7,10 +7,10 @@ host's part and for tokens, and says nothing of a link. All engines start at onc
 measured. `--shape qwen2.5-14b-kv` has that model's cache and narrow feed-forward layers: three pairs fit on one GPU.
 
 Weights are random and such that output depends on the context, so that tokens can be compared: with those of decode
-alone, and those with its own of another time, since engines that launch in other batches may round otherwise, unless
-VLLM_BATCH_INVARIANT=1 is set. Rows: the hand-off (decode's first token, with the prompt in prefill's cache), its
-ceiling (the same prompt in decode's own cache), and the connector's own time for the bytes. `--shape tiny --cpu` checks
-the script; `--tokens-only` leaves the rows out.
+alone, out of its own cache, where it computes in the same steps; and where it computes the whole prompt, which rounds
+otherwise, unless VLLM_BATCH_INVARIANT=1 is set. Rows: the hand-off (decode's first token, with the prompt in prefill's
+cache), its ceiling (the same prompt in decode's own cache), and the connector's own time for the bytes.
+`--shape tiny --cpu` checks the script; `--tokens-only` leaves the rows out.
 """
 
 from __future__ import annotations
@@ -115,14 +115,17 @@ class Pair:
 
 
 def compare_tokens(pair: Pair, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """What decode answers after a hand-off, and alone: twice, with salts, so that nothing comes out of its cache."""
+    """What decode answers after a hand-off, and alone, which is salted, so that nothing comes out of the hand-off's
+    cache: computing the prompt, computing it again, and out of its own cache. Prompts have a token more than a whole
+    number of blocks, which is then the only one computed, as after the hand-off."""
     handed = [pair.hand_over(prompt, COMPARED_TOKENS)[2].tokens for prompt in prompts]
-    alone, again = (
+    alone, again, cached = (
         [pair.ask(pair.decode, prompt, COMPARED_TOKENS, cache_salt=salt)[1].tokens for prompt in prompts]
-        for salt in ("alone", "again")
+        for salt in ("alone", "again", "again")
     )
     return {
         "answers_compared_with_decode_alone": len(prompts),
+        "answers_equal_to_those_out_of_its_cache": sum(a == b for a, b in zip(handed, cached, strict=True)),
         "answers_with_equal_tokens": sum(a == b for a, b in zip(handed, alone, strict=True)),
         "answers_that_decode_repeats": sum(a == b for a, b in zip(alone, again, strict=True)),
         "different_answers": len({tuple(tokens) for tokens in alone}),
@@ -188,7 +191,7 @@ def measure(
             list(both.map(churn, (pair.prefill, pair.decode)))
         found["rows"] = rows + series("fragmented")
         found["prefill_tokens_per_s"] = {"alone": prefill_rate(False), "handing_over": prefill_rate(True)}
-    return found | compare_tokens(pair, [prompt(shape["lengths"][0]) for _ in range(compared)])
+    return found | compare_tokens(pair, [prompt(shape["lengths"][0] + 1) for _ in range(compared)])
 
 
 def main() -> None:

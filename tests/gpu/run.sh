@@ -22,7 +22,7 @@ STEPS=${STEPS:-tests formats peer ipc backend bench}
 PYTHON=${PYTHON:-python3}
 LOGS="$TARGET/.logs"
 mkdir -p "$OUT" "$LOGS"
-KVXFER_COMMIT=$(git rev-parse --short HEAD 2>/dev/null) && export KVXFER_COMMIT
+KVXFER_COMMIT=${KVXFER_COMMIT:-$(git rev-parse --short HEAD 2>/dev/null)} && export KVXFER_COMMIT
 failed=0
 
 step() {  # name, seconds, command...: runs it with a limit, keeps its log, says how it ended
