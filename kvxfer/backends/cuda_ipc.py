@@ -31,6 +31,7 @@ from kvxfer import cuda
 from kvxfer.backends import descriptors
 from kvxfer.backends.base import Backend, Capabilities, Direction, Link, Operation, Registration, RemoteRegion
 from kvxfer.backends.shm import SharedMemoryBackend
+from kvxfer.cuda import quiet
 from kvxfer.errors import BackendError, KvxferError
 
 _log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ def _close_apart(close: Callable[..., None], *arguments: Any) -> None:
             close(*arguments)
 
     with contextlib.suppress(RuntimeError):  # at exit no thread starts
-        threading.Thread(target=closing, name="kvxfer-unmap", daemon=True).start()
+        threading.Thread(target=quiet.when_quiet, args=(closing,), name="kvxfer-unmap", daemon=True).start()
 
 
 class _Export:

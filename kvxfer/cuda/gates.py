@@ -16,6 +16,7 @@ import threading
 import time
 from typing import Any
 
+from kvxfer.cuda import quiet
 from kvxfer.cuda.native import check, native
 from kvxfer.cuda.runtime import PinnedMemory, stream_address
 
@@ -35,6 +36,7 @@ class Gate:
     def open(self) -> None:
         """Open it from the host; the device may do the same. Idempotent."""
         ctypes.c_uint32.from_address(self.address).value = self.value
+        quiet.streams_pass(self)
 
     def is_open(self) -> bool:
         """Whether streams pass."""
@@ -43,9 +45,12 @@ class Gate:
     def hold(self, stream: Any) -> None:
         """Let a stream, as `stream_address` takes it, wait until the gate is open; the host does not wait."""
         address = stream_address(stream)
+        quiet.stream_waits(self)
         status = native().stream_wait_word(self.device, address, self.address, self.value)
         if status == _NOT_SUPPORTED:
             status = native().stream_wait_word_on_host(self.device, address, self.address, self.value)
+        if status:
+            quiet.streams_pass(self)
         check(status, "letting a stream wait for a transfer")
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from kvxfer.cuda import quiet
 from kvxfer.cuda.conveyor import Conveyor
 from kvxfer.cuda.gates import Gate, Gates
 from kvxfer.cuda.native import CudaError, check, native
@@ -258,15 +259,18 @@ class Lanes:
             waiting()
 
     def close(self) -> None:
-        """Free what is idle, here and now. Else a collection of garbage would, at any moment, on any thread, and might
-        wait for a device on which a stream of the engine's waits for another connector's transfer."""
+        """Free what is idle, here and now; or later, where a stream waits for another connector's transfer."""
         with self._lock:
             lanes, self._free = self._free, []
-        for lane in lanes:
-            lane.close()
-        self.conveyor.close()
-        while self._tables:
-            self._tables.pop().close()
+
+        def freeing() -> None:
+            for lane in lanes:
+                lane.close()
+            self.conveyor.close()
+            while self._tables:
+                self._tables.pop().close()
+
+        quiet.when_quiet(freeing)
 
     def take_tables(self, nbytes: int, copies: int, *, at_hand: bool = False) -> TableMemory | None:
         """Memory for the tables of a plan that several lanes carry out: some that is there and has room for them, or

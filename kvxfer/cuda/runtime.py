@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvxfer import _native
+from kvxfer.cuda import quiet
 from kvxfer.cuda.native import CudaError, check, native, value
 from kvxfer.errors import InvalidRequest
 
@@ -128,9 +129,12 @@ class _Owned:
 
 
 def _free_late(free: Callable[..., int], arguments: tuple[int, ...], what: str) -> None:
-    # At exit CUDA may be gone already: it then has freed everything itself.
-    with contextlib.suppress(CudaError):
-        check(free(*arguments), what)
+    def freeing() -> None:
+        # At exit CUDA may be gone already: it then has freed everything itself.
+        with contextlib.suppress(CudaError):
+            check(free(*arguments), what)
+
+    quiet.when_quiet(freeing)
 
 
 class DeviceMemory(_Owned):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import multiprocessing
 import os
 import secrets
 import signal
+import tempfile
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -155,6 +157,13 @@ class _Servant:
     def reduced(self, timeout_s: float) -> str:
         """Wait for its end; what went wrong, or an empty string."""
         return self.engine.join(timeout_s)
+
+    def stacks(self) -> str:
+        """Where every thread of this process is."""
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            return file.read()
 
     def held(self) -> dict[str, int]:
         """Memory, file descriptors, threads and free GPU memory of this process."""

@@ -5,12 +5,15 @@ What every backend must do is in tests/backends. KVXFER_PEER_GPU chooses the pee
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import gc
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -34,6 +37,7 @@ cupy = pytest.importorskip("cupy")
 
 BLOCKS = 64
 ROUNDS = 800  # of a busy stream: about two tenths of a second
+HANGS_S = 8.0  # longer than anything takes here
 PEER_GPU = os.environ.setdefault("KVXFER_PEER_GPU", "0")
 
 
@@ -85,6 +89,23 @@ def register(peer: Peer, layout: CacheLayout, memory: str = "gpu", seed: int | N
     name = f"kv{time.monotonic_ns()}"
     peer.register(name, layout, memory, seed)
     return name
+
+
+@contextlib.contextmanager
+def stacks_of(peer: Peer) -> Iterator[None]:
+    """Prints where the threads of both processes are if the block takes long, which means that one waits in vain."""
+
+    def tell() -> None:
+        faulthandler.dump_traceback(sys.__stderr__)
+        print(peer.stacks(), flush=True)
+
+    timer = threading.Timer(HANGS_S, tell)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def assert_fetched(here: Here, there: dict[str, np.ndarray]) -> None:
@@ -245,7 +266,8 @@ def test_a_send_reads_after_its_stream_and_streams_wait_on_either_side(peer):
         reservation.wait_on(busy.stream)
         copy = busy.copy(here.arrays["layers.0"])
         key = peer.send_later(name, bytes(reservation.ticket), IDS, ROUNDS, 44)
-        busy.stream.synchronise()
+        with stacks_of(peer):
+            busy.stream.synchronise()
         assert (copy == 44).all(), (reservation, reservation.elapsed_s, reservation.error)
         reservation.wait(20)
         peer.wait(key)
