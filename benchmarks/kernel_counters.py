@@ -1,7 +1,7 @@
 """Launches the kernels whose hardware counters are worth reading, a few times each, and little else:
 
-    ncu --clock-control none --section SpeedOfLight --section ComputeWorkloadAnalysis --section WarpStateStats \
-        --section Occupancy python benchmarks/kernel_counters.py [--gpus 2] [--megabytes 1024]
+    ncu --clock-control none --section SpeedOfLight --section ComputeWorkloadAnalysis --section MemoryWorkloadAnalysis \
+        --section WarpStateStats --section Occupancy python benchmarks/kernel_counters.py [--gpus 2] [--megabytes 1024]
 
 NVFP4 pack within a GPU and, with a second one, into its memory; unpack; the copy of scattered blocks of 4 KiB within a
 GPU on all multiprocessors, and into the other on 16.

@@ -1,4 +1,4 @@
-"""Fills docs/benchmarks.md, and a table of docs/vllm.md, from the JSON in benchmarks/results.
+"""Fills docs/benchmarks.md, and a table of docs/vllm.md, from what is in benchmarks/results.
 
 python benchmarks/page.py
 """
@@ -6,6 +6,7 @@ python benchmarks/page.py
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -286,6 +287,56 @@ def gpu() -> str:
     )
 
 
+LAUNCHES = {
+    "NVFP4 pack": (0, 1, 2, 6),
+    "NVFP4 pack, into the other GPU": (3, 4, 5),
+    "NVFP4 unpack": (7, 8, 9),
+    "copy, 4 KiB, 132 SMs": (10, 11),
+    "copy, 4 KiB, into the other GPU, 16 SMs": (12, 13),
+}
+"""What kernel_counters.py launches with two GPUs, in Nsight Compute's order."""
+
+
+def counters() -> str:
+    """Hardware counters of kernels: the least and the most of their launches."""
+    reports = re.split(r"^  void ", (RESULTS / "h200x2" / "kernel_counters.txt").read_text(), flags=re.MULTILINE)[1:]
+    nbytes, gpu_sms = 512 << 20, SMS[-1]
+
+    def number(report: str, metric: str) -> float:
+        return float(re.search(rf"^ +{re.escape(metric)} .*?([\d.,]+)$", report, re.MULTILINE)[1].replace(",", ""))
+
+    def microseconds(report: str) -> float:
+        return number(report, "Duration") * (1e3 if re.search(r"^ +Duration +ms ", report, re.MULTILINE) else 1)
+
+    def active(report: str) -> float:
+        grid = int(re.search(r"\) \((\d+), 1, 1\)x", report)[1])
+        return 100 * number(report, "SM Active Cycles") * gpu_sms / grid / number(report, "Elapsed Cycles")
+
+    def waiting(report: str) -> float:
+        return float(re.search(r"spends ([\d.]+) cycles being stalled waiting for a scoreboard", report)[1])
+
+    metrics = {
+        "TB/s": (2, lambda r: nbytes / microseconds(r) / 1e6),
+        "DRAM, %": (0, lambda r: number(r, "DRAM Throughput")),
+        "L2, %": (0, lambda r: number(r, "L2 Cache Throughput")),
+        "issue slots, %": (0, lambda r: number(r, "Issue Slots Busy")),
+        "cycles between instructions": (1, lambda r: number(r, "Warp Cycles Per Issued Instruction")),
+        "of these waiting for loads": (1, waiting),
+        "occupancy, %": (1, lambda r: number(r, "Achieved Occupancy")),
+        "possible": (1, lambda r: number(r, "Theoretical Occupancy")),
+        "SMs active, %": (0, active),
+    }
+
+    def cell(launches: tuple[int, ...], metric: str) -> str:
+        digits, of = metrics[metric]
+        least, most = (f"{f(of(reports[i]) for i in launches):.{digits}f}" for f in (min, max))
+        return least if least == most else f"{least} to {most}"
+
+    return tables.markdown(
+        ["kernel", *metrics], [[name, *(cell(launches, m) for m in metrics)] for name, launches in LAUNCHES.items()]
+    )
+
+
 def nccl() -> str:
     """Fetches over the NCCL backend, and NCCL alone."""
     environment, results = load("h200x2/nccl.json")
@@ -294,8 +345,10 @@ def nccl() -> str:
     for r in results:
         if r["what"] == "plain":
             body.append([f"ceiling: NCCL alone, one buffer of {_bytes(r['bytes_each'])}", _rates(r), ""])
-        elif r["what"] == "fetch":
-            what = f"kvxfer, {_bytes(r['nbytes'])} in pieces of {_bytes(r['piece'])}"
+        elif r["what"] in ("fetch", "other", "chunks"):
+            by = f", {r['backend']}, {r['way']}" if r["what"] == "other" else ""
+            chunks = f", chunks of {_bytes(r['chunk_bytes'])}" if r["what"] == "chunks" else ""
+            what = f"kvxfer{by}, {_bytes(r['nbytes'])} in pieces of {_bytes(r['piece'])}{chunks}"
             body.append([what, _rates(r), f"{r['gb_s'] / best['gb_s']:.2f}"])
         elif r["what"] == "wire":
             body.append([f"kvxfer, {_bytes(r['nbytes'])} of bf16 as {r['wire']}, {r['max_sms']} SMs", _rates(r), ""])
@@ -306,19 +359,24 @@ def nccl() -> str:
     return tables.markdown(head, body) + f"\n\n{_where(environment)}"
 
 
+HANDOFF_RUNS = {"1": "h200x2/vllm_handoff.json", "2": "h200x2/vllm_handoff_packed.json"}
+TOKEN_RUNS = {"3": "h200x2/vllm_tokens.json", "4": "h200x2/vllm_tokens_batch_invariant.json"}
+
+
+def _connector(result: dict) -> str:
+    if result["connector"] != "kvxfer":
+        return result["connector"]
+    return f"kvxfer, {result['wire']}" + ("" if result["backend"] == "auto" else f", {result['backend']}")
+
+
 def vllm_handoff() -> str:
     """A prompt's way between two engines of vLLM on two GPUs."""
-    runs = [load(f"h200x2/vllm_handoff{of}.json") for of in ("", "_packed")]
-    measured = [result for _, results in runs for result in results]
-
-    def name(result: dict) -> str:
-        if result["connector"] != "kvxfer":
-            return result["connector"]
-        return f"kvxfer, {result['wire']}" + ("" if result["backend"] == "auto" else f", {result['backend']}")
-
+    runs = {name: load(path) for name, path in HANDOFF_RUNS.items()}
+    measured = [(name, result) for name, (_, results) in runs.items() for result in results]
     body = [
         [
-            f"{name(result)}, {row['pool']} pool",
+            f"{_connector(result)}, {row['pool']} pool",
+            run,
             f"{row['tokens']:,}",
             f"{row['bytes'] / row['transfers'] / 1e9:.2f} GB",
             f"{row['transfer_ms']:.1f} ms",
@@ -327,33 +385,53 @@ def vllm_handoff() -> str:
             f"{row['local_hit_ms']:.0f} ms",
             f"{row['descriptors'] / row['transfers']:,.0f}" if "descriptors" in row else "",
         ]
-        for result in measured
+        for run, result in measured
         for row in result["rows"]
     ]
     rates = [
-        [
-            name(r),
-            *(f"{r['prefill_tokens_per_s'][key]:,.0f}" for key in ("alone", "handing_over")),
-            f"{r['answers_with_equal_tokens']} of {r['answers_compared_with_decode_alone']}",
-        ]
-        for r in measured
+        [_connector(r), run, *(f"{r['prefill_tokens_per_s'][key]:,.0f}" for key in ("alone", "handing_over"))]
+        for run, r in measured
     ]
-    head = ["", "prompt", "moved", "transfer", "decode's first token (range)", "cached by decode", "descriptors"]
+    head = ["", "run", "prompt", "moved", "transfer, mean", "decode's first token (range)", "cached by decode"]
+    return (
+        tables.markdown([*head, "descriptors"], body)
+        + "\n\n"
+        + tables.markdown(["prefill, tokens a second", "run", "alone", "handing over"], rates)
+        + "\n\n"
+        + "\n".join(f"- Run {name}. {_where(environment)}" for name, (environment, _) in runs.items())
+    )
+
+
+def vllm_tokens() -> str:
+    """Answers of decode after a hand-off beside those that it gives alone."""
+    runs = {name: load(path) for name, path in (HANDOFF_RUNS | TOKEN_RUNS).items()}
+
+    def equal(result: dict, key: str) -> str:
+        return f"{result[key]} of {result['answers_compared_with_decode_alone']}" if key in result else ""
+
+    keys = ("answers_equal_to_those_out_of_its_cache", "answers_with_equal_tokens", "answers_that_decode_repeats")
+    body = [
+        [_connector(r), run, *(equal(r, key) for key in keys)] for run, (_, results) in runs.items() for r in results
+    ]
+    head = ["answers equal to decode's own", "run", "out of its cache", "computed at once", "decode's own, again"]
     return (
         tables.markdown(head, body)
         + "\n\n"
-        + tables.markdown(["prefill, tokens a second", "alone", "handing over", "answers equal to decode's own"], rates)
-        + "\n\n"
-        + "\n".join(f"- {_where(environment)}" for environment, _ in runs)
+        + "\n".join(f"- Run {name}. {_where(runs[name][0])}" for name in TOKEN_RUNS)
     )
 
 
 def vllm_serve() -> str:
-    """Latencies of vLLM's servers on two GPUs."""
+    """Latencies of vLLM's servers on two GPUs, and of one server on one GPU in another run."""
     path = RESULTS / "h200x2" / "vllm_serve.json"
     if not path.exists():
         return "Not run yet with this version: `tests/gpu/run_vllm.sh` with `STEPS=serve` makes this table."
-    return latency.table(json.loads(path.read_text()))
+    both, alone = (json.loads(p.read_text()) for p in (path, path.with_name("vllm_serve_alone.json")))
+    results = both["results"] + [row | {"variant": f"{row['variant']}, another run"} for row in alone["results"]]
+    return (
+        latency.table({"environment": both["environment"], "results": results})
+        + f"\n\n*Alone* is of another run. {_where(alone['environment'])}"
+    )
 
 
 def host() -> str:
@@ -424,8 +502,10 @@ def _where(environment: dict) -> str:
 def main() -> None:
     made = {
         "gpu": gpu,
+        "counters": counters,
         "nccl": nccl,
         "vllm-handoff": vllm_handoff,
+        "vllm-tokens": vllm_tokens,
         "host": host,
         "shm": shm,
         "staging": staging,
