@@ -153,9 +153,10 @@ class Side:
         """As a reader: this side will not fetch it."""
         self.connector.release(ticket)
 
-    def churn(self, seconds: float, count: int, seed: int) -> Iterator[list[tuple[int, bytes]]]:
+    def churn(self, seconds: float, count: int, seed: int, pause_s: float) -> Iterator[list[tuple[int, bytes]]]:
         """Publish pairs of blocks that hold one value each, end the leases at random moments, and overwrite the blocks
-        at once. Yields values and tickets a round, and an empty list at the end."""
+        at once. `pause_s` lies between two ends at most. Yields values and tickets a round, and an empty list at the
+        end."""
         random, value = np.random.default_rng(seed), 0
         ends = time.monotonic() + seconds
         while time.monotonic() < ends:
@@ -166,7 +167,7 @@ class Side:
                 leases.append((value, self.publish([2 * index, 2 * index + 1])))
             yield leases
             for index in random.permutation(count):
-                time.sleep(float(random.uniform(0, 0.0004)))
+                time.sleep(float(random.uniform(0, pause_s)))
                 self.release(leases[index][1])
                 self.fill([2 * int(index), 2 * int(index) + 1], 255)
         yield []

@@ -107,9 +107,12 @@ def test_wrong_bytes_are_never_returned_as_success(start, here, way):
     """The publisher overwrites blocks the moment their lease has ended, with many fetches under way."""
     prefill, decode = start("prefill", **options(way)), here("decode", **options(way))
     assert decode.fetch_now(prefill.publish([0])) == way
-    ok, expired = 0, 0
-    for round_ in range(4):
-        prefill.post("churn", seconds=0.7, count=16, seed=round_)
+    ok, expired, pause_s = 0, 0, 0.0004
+    for round_ in range(12):
+        if round_ >= 4 and min(ok, expired) > 20:
+            break
+        before = ok
+        prefill.post("churn", seconds=0.7, count=16, seed=round_, pause_s=pause_s)
         while True:
             tickets = prefill.answer()
             if not tickets:
@@ -126,6 +129,8 @@ def test_wrong_bytes_are_never_returned_as_success(start, here, way):
                     continue
                 ok += 1
                 assert set(decode.blocks([into, into + 1])) == {value}
+        if ok - before < 10:  # a machine that is slow, or has other work: leases live longer
+            pause_s *= 3
     assert ok > 20 and expired > 20, (ok, expired)
 
 
