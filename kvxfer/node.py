@@ -135,6 +135,11 @@ class Limits:
         return self.chunk_bytes or min(usual, max(UNIT_BYTES, self.staging_on(device) // slots))
 
 
+def _in_units(nbytes: int) -> int:
+    """What a ring of so many bytes has room for."""
+    return max(1, nbytes // UNIT_BYTES) * UNIT_BYTES
+
+
 class Node:
     """One connector's inside."""
 
@@ -338,7 +343,7 @@ class Node:
             ring = self.rings.get((use, device))
             if ring is None:
                 nbytes = self.limits.shelf_bytes if use == "shelf" else self.limits.staging_on(device)
-                memory, handles = self._allocate(max(1, nbytes // UNIT_BYTES) * UNIT_BYTES, device)
+                memory, handles = self._allocate(_in_units(nbytes), device)
                 ring = self.rings[use, device] = StagingRing(memory, handles, device=device)
                 if use == "shelf":
                     self.progress.post(self.directory.announce)
@@ -383,6 +388,7 @@ class Node:
                 CacheInfo(name=name, layout=cache.unbound_layout, regions=cache.handles, scales=cache.scales)
                 for name, cache in self.caches.items()
             ),
+            outbox_bytes={kind: _in_units(self.limits.staging_on(kind)) for kind in ("cpu", "cuda")},
             reply=reply,
         )
 

@@ -6,6 +6,7 @@ Protocol history:
   3  (2026-11)  links of a backend may speak to each other; a chunk may be told of before its bytes are there
   4  (2026-11)  one message tells of several chunks and brings their headers, or gives several slots back
   5  (2026-11)  chunks are told of once they are written; links over NCCL tell of all puts that have passed at once
+  6  (2026-11)  segments without bytes make no chunks; descriptions say how large a chunk may be that this side packs
 
 Imports msgspec, layout and errors.
 """
@@ -19,7 +20,7 @@ import msgspec
 from kvxfer.errors import ProtocolMismatch
 from kvxfer.layout import CacheLayout
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_MESSAGE_BYTES = 1 << 20  # unless `Limits.max_message_bytes` says otherwise
 NO_TRANSFER = 0
 
@@ -89,6 +90,7 @@ class Description(Message, tag="description"):
     lease_table: RegionHandles | None
     shelf: RegionHandles | None  # memory in which leases lie packed ahead
     caches: tuple[CacheInfo, ...]
+    outbox_bytes: dict[str, int]  # by kind of device: room for chunks on their way to staging that is not mapped
     reply: bool  # whether the receiver should answer with its own
 
 

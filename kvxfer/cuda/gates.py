@@ -50,7 +50,7 @@ class Gate:
         if status == _NOT_SUPPORTED:
             status = native().stream_wait_word_on_host(self.device, address, self.address, self.value)
         if status:
-            quiet.streams_pass(self)
+            quiet.stream_goes_on(self)
         check(status, "letting a stream wait for a transfer")
 
 
@@ -80,6 +80,7 @@ class Gates:
 
     def give_back(self, gate: Gate) -> None:
         """The gate is open and nobody will open it again: it may be taken for something else."""
+        quiet.streams_pass(gate)
         with self._lock:
             gate.value = (gate.value + 1) & 0xFFFFFFFF
             self._free.append(gate)

@@ -99,7 +99,8 @@ class PackedPlan:
     def chunks(self, max_bytes: int) -> Iterator[Chunk]:
         """The plan cut into ranges of segments of at most `max_bytes` packed bytes, in packed order.
 
-        A segment is never cut: one that is larger than `max_bytes` makes a chunk of its own.
+        A segment is never cut: one that is larger than `max_bytes` makes a chunk of its own. Segments without bytes
+        (of fewer tokens than an entry stands for) make none.
         """
         if self.raw is not None:
             yield from self.raw.chunks(max_bytes)
@@ -110,7 +111,8 @@ class PackedPlan:
                 limit = part.packed_start(first) + max_bytes
                 last = max(first + 1, int(part.wire_start.searchsorted(limit, "right")) - 1)
                 size = part.packed_start(last) - part.packed_start(first)
-                yield Chunk(part=number, first=first, count=last - first, wire_bytes=size)
+                if size:
+                    yield Chunk(part=number, first=first, count=last - first, wire_bytes=size)
                 first = last
 
     def header(self, index: int, chunk: Chunk, checksum: Checksum | None = None) -> ChunkHeader:
@@ -182,13 +184,16 @@ class PackedJoin:
         if self.plain is not None:
             return self.plain.most_bytes(dst_counts, tokens=tokens)
         whole = largest = 0
-        edges = bool(self.wire.first_tokens or self.wire.last_tokens)
+        first, last = self.wire.first_tokens, self.wire.last_tokens
         for batch in self._batches_of(None):
             count, span = most_segments(batch.src_group, batch.dst_group, dst_counts[batch.dst_group.name], tokens)
-            kinds = (batch.packed, batch.plain) if edges and batch.coded else (batch.packed,)
-            segment = max(_segment_bytes(rows, 0, span, partial=True)[0] for rows in kinds)
-            whole += (count + 2 * edges) * segment if count else 0  # where first and last tokens begin and end
-            largest = max(largest, segment)
+            if not count:
+                continue
+            packed = _segment_bytes(batch.packed, 0, span, partial=True)[0]
+            whole, largest = whole + count * packed, max(largest, packed)
+            if batch.coded and (first or last):  # which go raw, and cut two segments more
+                raw = _segment_bytes(batch.plain, 0, min(span, max(first, last)), partial=True)[0]
+                whole, largest = whole + 2 * packed + min(count + 2, first + last) * raw, max(largest, raw)
         return whole, largest
 
     def _parts(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _READ_TIMEOUT_S = 5.0  # for a word or a record of a lease table
+_ANY_SIZE = 1 << 62
 
 
 class Conversation(Protocol):
@@ -208,6 +209,7 @@ class Peer:
         self.has_successor = False  # another process listens where this one did
         self.ask_again_at = 0.0  # who listens there
         self.why_not: dict[str, str] = {}  # backend: why it was not possible
+        self._outbox_bytes: dict[str, int] = {}
         self.told_sources: set[int] = set()  # keys of the Sources messages that this side has sent
         self.sources: dict[int, Sources] = {}  # by key: what the peer has sent
         self.joins: dict[tuple, PackedJoin] = {}  # what this side packs for the peer
@@ -221,6 +223,7 @@ class Peer:
             shelf = None if description.shelf is None else self.open_region(description.shelf)
             self.table = RemoteTable(self.link, self.open_region(description.lease_table), shelf)
         self.caches = caches
+        self._outbox_bytes = description.outbox_bytes
         self.described = True
 
     def measure(self) -> None:
@@ -251,6 +254,10 @@ class Peer:
         if self.link is None or self.backend not in region.handles:
             raise BackendError(f"{self.identity.name} sent no handle for backend {self.backend!r}")
         return self.link.open(region.handles[self.backend], region.nbytes)
+
+    def outbox_bytes(self, device: str) -> int:
+        """The most that a chunk may have which the peer packs into an outbox on such a device."""
+        return self._outbox_bytes.get(device.split(":")[0], _ANY_SIZE)
 
     def gone(self, reason: PeerGone) -> None:
         """The session has ended: every conversation learns of it, and stays until its peer is known to write no more.

@@ -65,6 +65,8 @@ class Join:
         whole = largest = 0
         for part in self.parts:
             count, span = most_segments(part.src_group, part.dst_group, dst_counts[part.dst_group.name], tokens)
+            if not count:
+                continue
             segment = most_segment_bytes(part.merged, -(-span // max(part.tile, 1)) * max(part.tile, 1))
             whole += count * segment
             largest = max(largest, segment)

@@ -106,14 +106,16 @@ class TransferPlan:
     def chunks(self, max_bytes: int) -> Iterator[Chunk]:
         """The plan cut into ranges of segments of at most `max_bytes` packed bytes, in packed order.
 
-        A segment is never cut: one that is larger than `max_bytes` makes a chunk of its own.
+        A segment is never cut: one that is larger than `max_bytes` makes a chunk of its own. Segments without bytes
+        (of fewer tokens than an entry stands for) make none.
         """
         for number, part in enumerate(self.parts):
             first = 0
             while first < len(part):
                 last = self._chunk_end(part, first, max_bytes)
                 size = part.packed_start(last) - part.packed_start(first)
-                yield Chunk(part=number, first=first, count=last - first, wire_bytes=size)
+                if size:
+                    yield Chunk(part=number, first=first, count=last - first, wire_bytes=size)
                 first = last
 
     @staticmethod

@@ -414,7 +414,10 @@ class Fetch(Transfer):
         self.count_plans()
 
     def count_plans(self) -> None:
-        """Put the sums of the plans that there are into the statistics. While legs are under way: progress thread."""
+        """Put the sums of all plans into the statistics, once there are all. While legs are under way: progress
+        thread."""
+        if any(leg.plan is None and self.most_bytes(leg)[0] for leg in self._legs):
+            return
         planned = [(leg, leg.plan.plan) for leg in self._legs if leg.plan is not None]
         self.count(
             bytes=sum(plan.nbytes for _, plan in planned),
@@ -518,8 +521,8 @@ class Fetch(Transfer):
         return all(leg.source.peer.table.is_mapped for leg in self._legs)
 
     def _confirm(self) -> None:
-        engine = self._engine
-        for leg in self._legs:
+        engine, legs = self._engine, self._legs
+        for leg in legs:
             table, ending = leg.source.peer.table, leg.ending
             if ending is not None and ending.seen is not None:  # read on the device, right after the last byte
                 live = table.judge(ending.seen, self._ticket)
@@ -527,8 +530,8 @@ class Fetch(Transfer):
                 live = table.word_state(self._ticket)
             if not live:
                 raise BackendError(f"the lease table of {leg.source.peer.identity.name} went back in time")
-        if self._alone and self._node.started == self._started_before and not self.stats.packed_ahead:
-            self._legs[0].choice.took(self.elapsed_s - self.stats.posted_s)
+        if self._alone and legs and self._node.started == self._started_before and not self.stats.packed_ahead:
+            legs[0].choice.took(self.elapsed_s - self.stats.posted_s)
         if self.succeed():
             release(self._node, engine, self._ticket)
 

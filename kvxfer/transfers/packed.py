@@ -65,7 +65,8 @@ def borrow(
     `granted` is called on the progress thread. Returns what to call to leave the line. Raises BufferTooSmall.
     """
     posted = ring.device != "cpu" and "cuda" in peer.link.one_sided_devices
-    slot_bytes = max(largest, min(node.limits.chunk_on(ring.device, posted=posted), ring.nbytes, total))
+    chunk = min(node.limits.chunk_on(ring.device, posted=posted), peer.outbox_bytes(ring.device), ring.nbytes)
+    slot_bytes = max(1, largest, min(chunk, total))
     slots = min(SLOTS if ring.device == "cpu" else GPU_SLOTS, -(-total // slot_bytes) + 1)
 
     def lent(loan: Loan) -> None:
@@ -386,6 +387,11 @@ class PackedSink:
     def busy(self) -> bool:
         """Whether a chunk is being scattered out of the staging."""
         return self._scattering > 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every chunk is in place, or there is none."""
+        return not self._left
 
     def let_go(self) -> None:
         """No chunk comes any more, and none is being scattered."""

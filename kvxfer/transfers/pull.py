@@ -94,6 +94,8 @@ class PullLeg:
         """Do what the first chunk needs. Mover thread."""
 
         def plan() -> None:
+            if self._fetch.done() or self._fetch.stopping:
+                return
             self._fetch.plan_late(self._leg)
             if self._cache.device != "cpu":
                 self._leg.plan.get_ready("unpack", self._cache.bases)
@@ -103,9 +105,12 @@ class PullLeg:
 
     def _planned(self) -> None:
         self._planning = False
-        if self._fetch.done() or self._fetch.stopping:
-            self._give_back()
-            return
+        if not (self._fetch.done() or self._fetch.stopping):
+            self._begin()
+        self._give_back()  # where the writer has ended by now, and nothing is left to be scattered
+
+    def _begin(self) -> None:
+        """Scatter what has come, and what comes."""
         self._fetch.count_plans()
         self._sink = PackedSink(
             self._node,
@@ -118,12 +123,12 @@ class PullLeg:
             dropped=self._give_back,
             complete=self._completed,
         )
+        if self._sink.is_complete:  # nothing comes
+            self._completed()
+            return
         early, self._early = self._early, []
         for message in early:
             self.handle(message)
-        if not self._leg.plan.plan.wire_bytes:  # then nothing comes
-            self._completed()
-            self._give_back()
 
     def _take(self, message: Chunks) -> None:
         if self._sink is not None:
@@ -180,8 +185,8 @@ class PullLeg:
         if self._loan is not None and self._writer_ended and not at_work:
             self._peer.conversations.pop(self._id, None)
             loan, self._loan = self._loan, None
-            if self._sink is not None:
-                self._sink.let_go()
+            if self._leg.plan is not None:
+                self._leg.plan.let_go()
             loan.give_back()
 
 

@@ -81,7 +81,7 @@ class StagingRing:
         Calls `granted` at once, or later on the thread that gives buffers back. Returns a key for `forget`.
         Raises BufferTooSmall when even one buffer does not fit the whole ring.
         """
-        size = -(-slot_bytes // self._unit) * self._unit
+        size = -(-max(1, slot_bytes) // self._unit) * self._unit
         if size > self.nbytes:
             raise BufferTooSmall(
                 f"one chunk needs a staging buffer of {size} bytes, the ring has {self.nbytes} in all: raise "
@@ -96,7 +96,7 @@ class StagingRing:
     def borrow_now(self, nbytes: int) -> Loan | None:
         """One buffer of at least `nbytes` if there is room at this moment and nobody stands in line."""
         with self._lock:
-            return None if self._waiting else self._find(-(-nbytes // self._unit) * self._unit, 1)
+            return None if self._waiting else self._find(-(-max(1, nbytes) // self._unit) * self._unit, 1)
 
     def forget(self, key: object) -> None:
         """Leave the line; does nothing once granted."""

@@ -145,7 +145,9 @@ def test_layouts_of_ranks_that_are_too_much_together_end_the_fetch_at_once(open_
 def nonsense(reply: bool) -> messages.Description:
     """A description that no peer can read, as a release with other types would send it."""
     info = messages.CacheInfo(name=7, layout=layout_of(1), regions=())
-    return messages.Description(backends={}, lease_table=None, shelf=None, caches=(info,), reply=reply)
+    return messages.Description(
+        backends={}, lease_table=None, shelf=None, caches=(info,), outbox_bytes={}, reply=reply
+    )
 
 
 @pytest.mark.parametrize("culprit", ["prefill", "decode"])

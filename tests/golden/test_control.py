@@ -41,6 +41,7 @@ MESSAGES = {
         lease_table=_REGION,
         shelf=_REGION,
         caches=(m.CacheInfo(name="kv", layout=_LAYOUT, regions=(_REGION,)),),
+        outbox_bytes={"cpu": 64},
         reply=True,
     ),
     "ping": m.Ping(),

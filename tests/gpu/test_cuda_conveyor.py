@@ -18,6 +18,7 @@ from kvxfer.cuda.conveyor import Conveyor
 from kvxfer.cuda.lanes import Lane, Lanes
 from kvxfer.cuda.mover import CudaPackedPlan
 from kvxfer.cuda.native import CudaError
+from kvxfer.transfers.fetch import Fetch
 from kvxfer.transfers.staging import UNIT_BYTES
 from tests.gpu import stand_in
 from tests.processes import until
@@ -277,3 +278,29 @@ def test_a_connector_that_is_closed_frees_what_it_had_on_the_device(pair):
         node.close()
     left = set(pair.device._memory) - arrays - rings - gates
     assert not left, f"{len(left)} pieces of memory"
+
+
+def test_tables_come_back_from_fetches_that_are_cancelled_while_they_are_planned(monkeypatch):
+    with Pair(slots=16) as pair:
+        pair.fetch().wait(20)
+        lanes = pair.sides["decode"]._node.kernels.lanes("cuda:0")
+        until(lambda: pair.lent() == 0)
+        idle, kept = len(lanes._tables), []
+        make = Fetch.plan_late
+        for late in range(6):
+            asked, go = threading.Event(), threading.Event()
+
+            def plan_late(fetch: Fetch, leg: object, asked=asked, go=go) -> None:
+                asked.set()
+                assert go.wait(10)
+                make(fetch, leg)
+
+            monkeypatch.setattr(Fetch, "plan_late", plan_late)
+            kept.append(pair.fetch())
+            assert asked.wait(10)
+            if late % 2:
+                until(lambda: pair.lent() > 0)
+            kept[-1].cancel()
+            go.set()
+            until(lambda: pair.lent() == 0)
+        until(lambda: len(lanes._tables) == idle, what="the tables to come back")

@@ -27,7 +27,7 @@ STREAM = 7
 def device() -> Iterator[stand_in.Device]:
     with stand_in.installed() as device:
         yield device
-        assert not quiet._waited_for and not quiet._put_off
+        assert not quiet._waits and not quiet._put_off
 
 
 @pytest.fixture
@@ -98,3 +98,32 @@ def test_what_fails_late_keeps_nothing_else_back(device, gate):
     quiet.when_quiet(lambda: done.append(1))
     gate.open()
     until(lambda: done == [1], what="the second call")
+
+
+def test_a_stream_that_cannot_be_made_to_wait_forgets_no_other(device, gate):
+    gate.hold(STREAM)
+    device.stream_wait_word = lambda *_: 719
+    with pytest.raises(CudaError):
+        gate.hold(STREAM + 1)
+    address = collected(device)
+    assert address in device._memory
+    gate.open()
+    until(lambda: address not in device._memory, what="the memory to be freed")
+
+
+def test_a_gate_that_is_given_back_holds_nothing_up(device):
+    """A stream may be made to wait at a gate that was opened a moment ago, as the transfer ends."""
+    gates = Gates(0)
+    gate = gates.take()
+    gate.open()
+    gate.hold(STREAM)
+    gates.give_back(gate)
+    assert collected(device) not in device._memory
+
+
+def test_nothing_is_freed_where_a_collection_comes_in_between(device, gate):
+    with quiet._held():
+        address = collected(device)
+        assert address in device._memory
+    assert collected(device) not in device._memory
+    until(lambda: address not in device._memory, what="the memory to be freed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import kvxfer
 from kvxfer import CacheLayout, errors
 from kvxfer.control.messages import Chunks, Placed
+from kvxfer.layout import Group, Plane, Record, Region, Slice
 from kvxfer.transfers.fetch import Fetch
 from kvxfer.transfers.pull import PullLeg
 from tests.processes import until
@@ -132,3 +134,87 @@ def test_more_chunks_than_there_are_slots_are_an_error(pair, monkeypatch):
         fetch.wait()
     held.go.set()
     until(lambda: pair.lent_bytes == 0, what="the staging to come back")
+
+
+def test_a_fetch_that_ends_as_its_plan_is_made_gives_its_staging_back(pair, monkeypatch):
+    """The writer has ended by then, so that nothing more comes which would have the staging given back."""
+    held, count = Held(monkeypatch), Fetch.count_plans
+
+    def count_plans(fetch: Fetch) -> None:
+        canceller = threading.Thread(target=fetch.cancel)
+        canceller.start()
+        canceller.join()
+        count(fetch)
+
+    fetch = pair.fetch()
+    until(held.all_told, what="prefill to have packed everything")
+    monkeypatch.setattr(Fetch, "count_plans", count_plans)
+    held.go.set()
+    with pytest.raises(errors.Cancelled):
+        fetch.wait()
+    until(lambda: pair.lent_bytes == 0, what="the staging to come back")
+    assert not pair.connectors[1]._node.directory.peers or not any(
+        peer.conversations for peer in pair.connectors[1]._node.directory.peers.values()
+    )
+
+
+UNIT = 4096
+
+
+def stage(layers: list[str], block_tokens: int) -> CacheLayout:
+    """Layers named a... have an entry a token, those named c... one for 128 tokens."""
+    regions, records, slices = [], {}, []
+    for layer in layers:
+        ratio = 128 if layer.startswith("c") else 1
+        tag, entries = f"{layer[0]}.{block_tokens}", block_tokens // ratio
+        plane = Plane(
+            name="kv", dtype="uint8", offset=0, entries=entries, entry_stride=UNIT, unit_bytes=UNIT,
+            tokens_per_entry=ratio,
+        )  # fmt: skip
+        records[tag] = Record(tag=tag, nbytes=entries * UNIT, planes=(plane,))
+        regions.append(Region(name=layer, nbytes=4 * entries * UNIT))
+        slices.append(Slice(layer=layer, region=layer, offset=0, block_stride=entries * UNIT, record=tag))
+    group = Group(name="full", block_tokens=block_tokens, num_blocks=4, slices=tuple(slices))
+    return CacheLayout(regions=tuple(regions), records=tuple(records.values()), groups=(group,))
+
+
+def test_a_rank_without_a_byte_for_the_request_ends_nothing(monkeypatch):
+    """127 tokens have no entry in a layer with one for 128: that rank's plan is empty, and the other's has to be waited
+    for."""
+    tokens, layers = 127, [f"a{number}" for number in range(8)]
+    layouts = stage(layers, 128), stage(["c"], 128), stage([*layers, "c"], 256)
+    engine = {"engine": "prefill", "generation": 7, "ranks": 2}
+    options = {"secret": b"s" * 32, "backends": ["shm"], "ways": ("packed",)}
+    connectors = [kvxfer.Connector(f"prefill-{rank}", rank=rank, **engine, **options) for rank in (0, 1)]
+    connectors.append(kvxfer.Connector("decode", **options))
+    arrays = [
+        {region.name: np.full(region.nbytes, value, np.uint8) for region in layout.regions}
+        for value, layout in zip((1, 2, 0), layouts, strict=True)
+    ]
+    first, second, into = (
+        connector.register(memory, layout, name="kv")
+        for connector, memory, layout in zip(connectors, arrays, layouts, strict=True)
+    )
+    for connector in connectors[:2]:
+        connector.set_members({rank: of.endpoint for rank, of in enumerate(connectors[:2])})
+    go, make = threading.Event(), Fetch.plan_late
+
+    def plan_late(fetch: Fetch, leg: object) -> None:
+        if leg.source.cache.layout.layers != ("c",):
+            assert go.wait(10)
+        make(fetch, leg)
+
+    monkeypatch.setattr(Fetch, "plan_late", plan_late)
+    lease = first.publish({"full": [1]}, tokens=tokens)
+    second.publish({"full": [1]}, tokens=tokens, ticket=lease.ticket)
+    fetch = into.fetch(lease.ticket, into={"full": [2]}, timeout_s=10)
+    time.sleep(0.3)
+    assert not fetch.done() and fetch.progress == 0.0 and not any(array.any() for array in arrays[2].values())
+    go.set()
+    assert fetch.wait().bytes == len(layers) * tokens * UNIT
+    for layer in layers:
+        block = arrays[2][layer].reshape(4, -1)[2]
+        assert (block[: tokens * UNIT] == 1).all() and not block[tokens * UNIT :].any()
+    assert not arrays[2]["c"].any()
+    for connector in reversed(connectors):
+        connector.close()

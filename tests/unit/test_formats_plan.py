@@ -8,7 +8,7 @@ import pytest
 from kvxfer import formats, kernels
 from kvxfer.errors import InvalidBlocks, InvalidRequest, LayoutMismatch, NonFiniteValue, UnknownGroup
 from kvxfer.formats import elements, reference
-from kvxfer.layout import CacheLayout, Group, Region, Slice
+from kvxfer.layout import CacheLayout, Group, Plane, Record, Region, Slice
 from kvxfer.layout.records import (
     Field,
     cpu_attention_record,
@@ -485,3 +485,35 @@ def test_every_bf16_value_survives_plain_conversion(isa):
             assert (middle.regions[0].view(np.uint32)[:65536] == expected).all()
         else:
             assert (middle.regions[0].view(np.uint16)[:65536] == elements.to_fp16(x)).all()
+
+
+def test_bounds_are_close_where_staging_might_be_too_small():
+    """First tokens go raw, whole blocks do not; and a group of which nothing is fetched needs no staging."""
+    layout = attention(block_tokens=16, heads=8)
+    (join,) = formats.join_packed([layout], layout, "nvfp4:first=4")
+    plan = join.plan({"full": [0, 1, 2]}, {"full": [0, 1, 2]}, tokens=48)
+    whole, largest = join.most_bytes({"full": 3}, tokens=48)
+    assert largest == plan.largest_segment_bytes and plan.wire_bytes <= whole <= 3 * plan.wire_bytes
+    assert join.most_bytes({"full": 0}, tokens=48) == (0, 0)
+    (join,) = formats.join_packed([layout], layout, "raw")
+    assert join.most_bytes({"full": 0}, tokens=48) == (0, 0)
+
+
+def test_segments_without_bytes_make_no_chunks():
+    """Two tokens of a tile of four have no entry yet."""
+    plane = Plane(
+        name="kv", dtype="uint8", offset=0, entries=4, entry_stride=64, unit_bytes=64, tokens_per_entry=4
+    )
+    record = Record(tag="tiles", nbytes=256, planes=(plane,))
+    piece = Slice(layer="a", region="a", offset=0, block_stride=256, record="tiles")
+    sides = [
+        CacheLayout(
+            regions=(Region(name="a", nbytes=1024),),
+            records=(record,),
+            groups=(Group(name="full", block_tokens=16, num_blocks=4, slices=(piece,)),),
+        )
+    ] * 2
+    (join,) = formats.join_packed(sides[:1], sides[1], "raw")
+    plan = join.plan({"full": [0]}, {"full": [1]}, tokens=2)
+    assert sum(chunk.wire_bytes for chunk in plan.chunks(1)) == plan.wire_bytes
+    assert all(chunk.wire_bytes for chunk in plan.chunks(1))

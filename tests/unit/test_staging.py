@@ -71,3 +71,10 @@ def test_random_loans_never_overlap() -> None:
         spans = sorted((loan.offset, loan.offset + loan.nbytes) for loan in live)
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
         assert sum(loan.nbytes for loan in live) == staging.lent_bytes
+
+
+def test_a_chunk_without_bytes_takes_the_least_there_is() -> None:
+    staging, loans = ring(2), []
+    staging.borrow(0, 1, loans.append)
+    assert (loans[0].slot_bytes, loans[0].slots) == (UNIT, 1)
+    assert staging.borrow_now(0).nbytes == UNIT
