@@ -137,7 +137,7 @@ def test_staging_is_settled_by_a_successor_at_the_same_address(start):
     assert decode.fetch_now(prefill.publish([0])) == "packed"
     ticket = prefill.publish([1, 2])
     prefill.stop()
-    assert decode.fetch_now(ticket, timeout_s=0.3) in ENDS
+    assert decode.fetch_now(ticket, timeout_s=1.5) in ENDS
     until(lambda: decode.metrics()["quarantined"] == 1, 5, "the session being given up")
     prefill.kill()
     time.sleep(1.5)
