@@ -218,3 +218,12 @@ def test_a_rank_without_a_byte_for_the_request_ends_nothing(monkeypatch):
     assert not arrays[2]["c"].any()
     for connector in reversed(connectors):
         connector.close()
+
+
+def test_a_packed_send_of_nothing_is_done(pair):
+    receiver, sender = pair.caches[1], pair.caches[0]
+    reservation = receiver.reserve({"full": []}, tokens=0, ttl_s=10)
+    stats = sender.send(reservation.ticket, {"full": []}, timeout_s=10).wait()
+    assert stats.way == "packed" and stats.bytes == 0
+    reservation.wait()
+    until(lambda: pair.lent_bytes == 0, what="the staging to come back")
