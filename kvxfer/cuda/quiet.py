@@ -55,10 +55,11 @@ def stream_goes_on(gate: Gate) -> None:
 
 def streams_pass(gate: Gate) -> None:
     """The gate is open, for all. Idempotent."""
+    if gate not in _waits:  # as after most transfers: whoever makes a stream wait from now on says so by itself
+        return
     with _held():
-        known = _waits.pop(gate, None) is not None
-    if known:
-        _look()
+        _waits.pop(gate, None)
+    _look()
 
 
 def when_quiet(call: Callable[[], object]) -> None:

@@ -196,17 +196,20 @@ def most_segment_bytes(rows: np.ndarray, tokens: int) -> int:
     """Packed bytes of a segment of so many tokens, at most: an entry counts of which only some tokens are there."""
     ratio = rows["tokens_per_entry"].astype(np.int64)
     entries = np.where(ratio > 0, -(-tokens // np.maximum(ratio, 1)), 1)
-    per_entry = rows["heads"].astype(np.int64) * rows["channels"] * rows["unit_bytes"].astype(np.int64)
-    return int(_align(entries * per_entry).sum())
+    return int(_align(entries * _entry_bytes(rows)).sum())
 
 
 def _row_bytes(rows: np.ndarray, src_token: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Bytes of every row (columns) for every token span (lines), int64."""
     ratio = rows["tokens_per_entry"].astype(np.int64)
-    per_entry = rows["heads"].astype(np.int64) * rows["channels"] * rows["unit_bytes"].astype(np.int64)
     first, last = src_token[:, None], (src_token + tokens)[:, None]
     entries = np.where(ratio > 0, last // np.maximum(ratio, 1) - first // np.maximum(ratio, 1), 1)
-    return entries * per_entry
+    return entries * _entry_bytes(rows)
+
+
+def _entry_bytes(rows: np.ndarray) -> np.ndarray:
+    """Bytes of one entry of every row, int64."""
+    return rows["heads"].astype(np.int64) * rows["channels"] * rows["unit_bytes"].astype(np.int64)
 
 
 def _part_runs(part: PlanPart, src_bases: np.ndarray, dst_bases: np.ndarray) -> np.ndarray:

@@ -39,10 +39,10 @@ from kvxfer.plan.request import CheckedLists, Request
 from kvxfer.ticket import Ticket
 from kvxfer.transfers import moves
 from kvxfer.transfers.choice import Choice
-from kvxfer.transfers.match import choose_way, why_not_mapped
+from kvxfer.transfers.match import best_way, choose_way, why_not_mapped
 from kvxfer.transfers.pull import PullLeg
 from kvxfer.transfers.route import MAPPED, PACKED, Route, Source, route_of
-from kvxfer.transfers.shelf import ShelfLeg, Shelved, look_on_shelf, unpack_mapped
+from kvxfer.transfers.shelf import ShelfLeg, Shelved, look_on_shelf, may_be_on_shelf, unpack_mapped
 from kvxfer.transfers.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class Leg:
     request: Request | None = None
     published: Published | None = None  # what the request was made from, or the plan will be
     plan: PreparedPlan | PreparedPackedPlan | None = None
+    most_bytes: tuple[int, int] = (0, 0)  # of the packed way: bytes and those of one segment, without a plan at most
     shelved: Shelved | None = None  # where its bytes lie packed ahead
     ending: Ending | None = None  # of the mapped way on a GPU: the verdict that the device has read
 
@@ -162,12 +163,12 @@ class Fetch(Transfer):
         if legs is not None:
             self._move_blocks(route, legs, here)
             return
-        asks = [source.way == PACKED.way and not self._may_be_on_shelf(published) for source, published in leases]
+        asks = [source.way == PACKED.way and not may_be_on_shelf(self._node, published) for source, published in leases]
         if here and not (all(asks) and (self._after is None or self._after.done())):
             self._hand_over(self._attempt)
             return
         legs = [
-            Leg(source, PACKED, published=published) if asked else self._plan(source, published)
+            self._unplanned(source, published) if asked else self._plan(source, published)
             for (source, published), asked in zip(leases, asks, strict=True)
         ]
         if any(leg.way == "packed" for leg in legs) and not self._passed(self._after):
@@ -214,27 +215,30 @@ class Fetch(Transfer):
             legs.append(Leg(source, MAPPED, request, published, ending=self._ending(source)))
         return legs or None
 
-    def _may_be_on_shelf(self, published: Published) -> bool:
-        return published.shelf_offset is not None and not self._node.checksums
+    def _unplanned(self, source: Source, published: Published) -> Leg:
+        """The leg of one rank that is asked for chunks before there is a plan."""
+        most = source.join.most_bytes(self.block_counts(), tokens=self._ticket.tokens)
+        return Leg(source, PACKED, published=published, most_bytes=most)
 
     def _plan(self, source: Source, published: Published) -> Leg:
         """The leg of one rank in whatever way."""
         if self._verifies_late(source):
             source.peer.table.verify(published, self._ticket)
-        ticket, dst_lists = self._ticket, self._cache.blocks.arrays(self._dst)
-        lists = self._lists_of(source, published)
+        ticket, lists = self._ticket, self._lists_of(source, published)
 
         @functools.cache
         def plain() -> TransferPlan | PackedPlan:
             make = source.join.plan if source.join.plain is None else source.join.plain.plan_checked
-            return make(lists, dst_lists, tokens=ticket.tokens)
+            return make(lists, self._cache.blocks.arrays(self._dst), tokens=ticket.tokens)
 
-        choice = choose_way(self._cache, source.cache, source.join, self._node, source.peer, plain)
+        way = source.way or best_way(self._cache, source.cache, source.join, self._node)  # says why there is none
+        choice = choose_way(way, self._node, source.peer, plain)
         if choice.way == "packed":
             counts = {name: len(ids) for name, ids in lists.items()}
             plan = self._plan_packed(source, counts)
             shelved = look_on_shelf(self._node, self._cache, source, plan.plan, ticket, counts, published)
-            return Leg(source, choice, plan=plan, shelved=shelved)
+            most = plan.plan.wire_bytes, plan.plan.largest_segment_bytes
+            return Leg(source, choice, plan=plan, most_bytes=most, shelved=shelved)
         plan = self._cache.prepare(plain())
         return Leg(source, choice, plan=plan, ending=self._ending(source) if choice.way == "mapped" else None)
 
@@ -251,12 +255,6 @@ class Fetch(Transfer):
         if leg.plan is None:
             lists = self._lists_of(leg.source, leg.published)
             leg.plan = self._plan_packed(leg.source, {name: len(ids) for name, ids in lists.items()})
-
-    def most_bytes(self, leg: Leg) -> tuple[int, int]:
-        """How many packed bytes a leg has and one segment of it; where it has no plan yet, at most."""
-        if leg.plan is None:
-            return leg.source.join.most_bytes(self.block_counts(), tokens=self._ticket.tokens)
-        return leg.plan.plan.wire_bytes, leg.plan.plan.largest_segment_bytes
 
     def _ending(self, source: Source) -> Ending | None:
         """What the GPU does after the last byte; None for a cache in host memory."""
@@ -416,7 +414,7 @@ class Fetch(Transfer):
     def count_plans(self) -> None:
         """Put the sums of all plans into the statistics, once there are all. While legs are under way: progress
         thread."""
-        if any(leg.plan is None and self.most_bytes(leg)[0] for leg in self._legs):
+        if any(leg.plan is None and leg.most_bytes[0] for leg in self._legs):
             return
         planned = [(leg, leg.plan.plan) for leg in self._legs if leg.plan is not None]
         self.count(
@@ -426,7 +424,7 @@ class Fetch(Transfer):
         )
 
     def _move(self) -> None:
-        packed = [leg for leg in self._legs if leg.way == "packed" and self.most_bytes(leg)[0]]
+        packed = [leg for leg in self._legs if leg.way == "packed" and leg.most_bytes[0]]
         asked = [leg for leg in packed if leg.shelved is None or not leg.shelved.mapped]
         here = [leg for leg in self._legs if leg.way == "mapped" or (leg in packed and leg not in asked)]
         direct = [leg for leg in self._legs if leg.way == "direct"]

@@ -66,16 +66,9 @@ def best_way(cache: Cache, remote: RemoteCache, joined: PackedJoin, node: Node) 
     )
 
 
-def choose_way(
-    cache: Cache,
-    remote: RemoteCache,
-    joined: PackedJoin,
-    node: Node,
-    peer: Peer,
-    plain: Callable[[], TransferPlan],
-) -> Choice:
-    """`best_way`, but between direct and packed the one that the link's costs speak for, where they are known."""
-    way = best_way(cache, remote, joined, node)
+def choose_way(way: str, node: Node, peer: Peer, plain: Callable[[], TransferPlan]) -> Choice:
+    """`way`, the best one, but between direct and packed the one that the link's costs speak for, where they are
+    known."""
     if way != "direct" or "packed" not in node.ways or peer.costs is None:
         return Choice(way, "")
     if peer.chooser is None:

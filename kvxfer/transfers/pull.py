@@ -46,9 +46,7 @@ class PullLeg:
         self._fetch.waits_for("staging buffers")
         try:
             ring = staging_for(self._node, self._peer, self._cache, self._leg.source.cache)
-            self._leave_line = borrow(
-                self._node, self._peer, ring, *self._fetch.most_bytes(self._leg), self._pull
-            )
+            self._leave_line = borrow(self._node, self._peer, ring, *self._leg.most_bytes, self._pull)
         except KvxferError as error:
             self._fetch.abort(error)
 

@@ -44,7 +44,7 @@ from kvxfer.plan import TransferPlan, check_blocks
 from kvxfer.ticket import Ticket
 from kvxfer.transfers import moves
 from kvxfer.transfers.fetch import ANNOUNCEMENT_S
-from kvxfer.transfers.match import check_fingerprints, choose_way, packed_stages, why_not_mapped
+from kvxfer.transfers.match import best_way, check_fingerprints, choose_way, packed_stages, why_not_mapped
 from kvxfer.transfers.packed import PackedSource
 from kvxfer.transfers.transfer import Transfer
 
@@ -166,7 +166,8 @@ class Send(Transfer):
             make = joined.plan if joined.plain is None else joined.plain.plan_checked
             return make(self._src_lists, dst_lists, tokens=tokens, layer=layer)
 
-        choice = choose_way(self._cache, remote, joined, self._node, peer, lambda: plain(layers[0]))
+        best = best_way(self._cache, remote, joined, self._node)
+        choice = choose_way(best, self._node, peer, lambda: plain(layers[0]))
         way = choice.way
         if way == "packed":
             counts = {name: len(ids) for name, ids in dst_lists.items()}

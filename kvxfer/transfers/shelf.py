@@ -148,6 +148,11 @@ class Shelved:
     mapped: bool  # the addresses are of this process
 
 
+def may_be_on_shelf(node: Node, published: Published) -> bool:
+    """Whether it is worth a look: something lies there for the lease, and this side does not ask for checksums."""
+    return published.shelf_offset is not None and not node.checksums
+
+
 def look_on_shelf(
     node: Node,
     cache: Cache,
@@ -162,7 +167,7 @@ def look_on_shelf(
     `counts` are the publisher's blocks in each group.
     """
     remote = source.cache
-    if published.shelf_offset is None or node.checksums:
+    if not may_be_on_shelf(node, published):
         return None
     if remote.layout != cache.unbound_layout or remote.scales != cache.scales:
         return None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 4 << 20  # measured between two processes: smaller ones pay for messages, larger ones leave the caches
 GPU_CHUNK_BYTES = 32 << 20  # a GPU moves one in the time that the words about it take
-POSTED_CHUNK_BYTES = 128 << 20  # nor of calls of a library at both ends, where a backend has to be asked to move it
+POSTED_CHUNK_BYTES = 128 << 20  # where a backend has to be asked to move it, which takes calls at both ends as well
 SLOTS, GPU_SLOTS = 8, 16  # chunks in flight that a transfer asks for: enough for the time that words about them take
 STAGING_BYTES, GPU_STAGING_BYTES = 2 * SLOTS * CHUNK_BYTES, GPU_SLOTS * GPU_CHUNK_BYTES
 UNIT_BYTES = 256 << 10  # granularity of loans
@@ -81,7 +81,7 @@ class StagingRing:
         Calls `granted` at once, or later on the thread that gives buffers back. Returns a key for `forget`.
         Raises BufferTooSmall when even one buffer does not fit the whole ring.
         """
-        size = -(-max(1, slot_bytes) // self._unit) * self._unit
+        size = self._rounded(slot_bytes)
         if size > self.nbytes:
             raise BufferTooSmall(
                 f"one chunk needs a staging buffer of {size} bytes, the ring has {self.nbytes} in all: raise "
@@ -96,7 +96,7 @@ class StagingRing:
     def borrow_now(self, nbytes: int) -> Loan | None:
         """One buffer of at least `nbytes` if there is room at this moment and nobody stands in line."""
         with self._lock:
-            return None if self._waiting else self._find(-(-max(1, nbytes) // self._unit) * self._unit, 1)
+            return None if self._waiting else self._find(self._rounded(nbytes), 1)
 
     def forget(self, key: object) -> None:
         """Leave the line; does nothing once granted."""
@@ -129,6 +129,10 @@ class StagingRing:
         """Transfers in line."""
         with self._lock:
             return len(self._waiting)
+
+    def _rounded(self, nbytes: int) -> int:
+        """To whole units, of which a buffer has one at least."""
+        return max(1, -(-nbytes // self._unit)) * self._unit
 
     def _lend(self) -> None:
         while True:
