@@ -23,6 +23,36 @@ from kvxfer.layout import CacheLayout
 from kvxfer.plan import Chunk
 
 SM_LIMITS = (16, 32, 64, 132)
+# A warp goes through a range of its own, as in csrc/cuda; a vector is 8 values, two of them have a byte of scales.
+BARE = r"""
+#define WALK                                                                          \
+  const long warps = gridDim.x * 32L, share = (vectors / warps + 127) / 128 * 128;    \
+  const long first = share * (blockIdx.x * 32L + threadIdx.x / 32);                   \
+  const long last = first + share < vectors ? first + share : vectors;                \
+  for (long i = first + threadIdx.x % 32; i < last; i += 128)
+#define EACH _Pragma("unroll") for (int u = 0; u < 4; ++u) if (i + 32 * u < last)
+
+extern "C" __global__ void __launch_bounds__(1024, 1)
+unpack(uint4* bf16, const unsigned* codes, const unsigned char* scales, long vectors) {
+  WALK {
+    unsigned a[4], b[4];
+    EACH { a[u] = codes[i + 32 * u]; b[u] = scales[(i + 32 * u) / 2]; }
+    EACH bf16[i + 32 * u] = make_uint4(a[u], b[u], a[u] ^ b[u], a[u] + b[u]);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(1024, 1)
+pack(const uint4* bf16, unsigned* codes, unsigned char* scales, long vectors) {
+  WALK {
+    uint4 v[4];
+    EACH v[u] = bf16[i + 32 * u];
+    EACH {
+      codes[i + 32 * u] = v[u].x ^ v[u].y;
+      if (i % 2 == 0) scales[(i + 32 * u) / 2] = v[u].z ^ v[u].w;
+    }
+  }
+}
+"""
 WIRES = ("nvfp4", "mxfp4", "fp8_e4m3", "mixed")
 SLOW_WIRES = ("nvfp4:four_over_six", "mxfp4:hadamard", "int4")
 LAYERS = 32
@@ -128,6 +158,28 @@ class Bench:
 
             name = "ceiling: one piece" + (" into the peer" if device else "")
             self.add(name, total, self.timed(one_piece))
+        self._bare()
+
+    def _bare(self) -> None:
+        """Loads and stores as NVFP4's kernels have them, with nothing in between: what the memory carries of such a
+        mixture of reads and writes."""
+        try:
+            import cupy
+        except ImportError:
+            self.results.append({"what": "ceilings of loads and stores alone", "skipped": "CuPy is not installed"})
+            return
+        total, vectors = self.caches.total, self.caches.total // 16
+        bf16, packed = self.caches.memory["dst"].address, self.caches.wires[0].address
+        module, stream = cupy.RawModule(code=BARE), cupy.cuda.ExternalStream(self.stream)
+        given = [np.uint64(address) for address in (bf16, packed, packed + 4 * vectors)]
+        for kernel, what in (("unpack", "4.5 bits read for 16 written"), ("pack", "16 bits read for 4.5 written")):
+            function = module.get_function(kernel)
+
+            def call(function=function) -> None:
+                with stream:
+                    function((cuda.sm_count(0),), (1024,), (*given, np.int64(vectors)))
+
+            self.add(f"ceiling: {what}", total, self.timed(call))
 
     def table(self) -> str:
         """TB/s of bf16, a line a format, cache and way, a column a limit."""

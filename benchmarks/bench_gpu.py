@@ -129,8 +129,11 @@ class Bench:
             cache = connector.register(bench_shm.allocate(layout, memory), layout, name=name)
             for many in at_once:
                 warm_up = 2
-                count = many * (calls + warm_up)
-                tickets = collections.deque(peer.ask("publish", name, lists[0], count, tokens)[0])
+                tickets: collections.deque[bytes] = collections.deque()
+                before = bench_shm.one_by_one(peer, tickets, name, lists[0], many, tokens)
+                if way == "mapped":  # to which it is all the same
+                    tickets.extend(peer.ask("publish", name, lists[0], many * (calls + warm_up), tokens)[0])
+                    before = _nothing
                 stats: list[kvxfer.TransferStats] = []
 
                 self._host = host = []
@@ -145,7 +148,7 @@ class Bench:
                     host.append((returned - began, time.thread_time() - worked, stats[0].posted_s))
                     assert stats[0].way == way, stats[0]
 
-                result = timing.measure(fetch, [None], calls=calls, warm_up=warm_up)
+                result = timing.measure(fetch, [None], calls=calls, warm_up=warm_up, before=before)
                 yield many, result, stats[0]
 
     def _host_part(self) -> dict[str, float]:
@@ -369,6 +372,10 @@ def _connect() -> None:
     """Let this process's two GPUs read and write each other's memory."""
     cuda.enable_peer_access(0, 1)
     cuda.enable_peer_access(1, 0)
+
+
+def _nothing() -> None:
+    """Before a call for which nothing is to be done."""
 
 
 def _tidy() -> None:

@@ -123,6 +123,19 @@ class Prefill:
         return self.pipe.recv()
 
 
+TICKETS_WAY_S = 2e-3  # from the publisher to whoever fetches, through a router: milliseconds
+
+
+def one_by_one(peer: Prefill, tickets: collections.deque[bytes], name: str, *what: object) -> Callable[[], None]:
+    """What to call before each fetch: the lease that it is of is published, and its ticket comes, as in a pool."""
+
+    def publish() -> None:
+        tickets.extend(peer.ask("publish", name, *what)[0])
+        time.sleep(TICKETS_WAY_S)
+
+    return publish
+
+
 def bench_blocks(peer: Prefill, secret: bytes, block_kib: int, megabytes: int, calls: int) -> list[dict]:
     """All ways, for one block size."""
     block_bytes, count = block_kib << 10, (megabytes << 10) // block_kib

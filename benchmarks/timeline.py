@@ -144,13 +144,14 @@ def main() -> None:
     with kvxfer.Connector("decode", **settings) as connector:
         cache = connector.register(bench_shm.allocate(layout, options.memory), layout, name="kv")
         tokens = group.num_blocks * group.block_tokens
-        tickets, _ = ask("publish", "kv", {group.name: ids[0]}, options.fetches + 2, tokens)
         fetches = []
-        for ticket in tickets:
+        for _ in range(options.fetches + 2):
+            (ticket,), _ = ask("publish", "kv", {group.name: ids[0]}, 1, tokens)
+            time.sleep(bench_shm.TICKETS_WAY_S)
             began = time.perf_counter()
             stats = cache.fetch(ticket, into={group.name: ids[1]}, wire=options.wire, timeout_s=60).wait()
             fetches.append((time.perf_counter() - began, began))
-            time.sleep(0.01)
+            time.sleep(0.01)  # what comes after it is not the next one's
     pipe.close()
     theirs_seen: list[Call] = report.recv()
     process.join(20)

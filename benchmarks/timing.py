@@ -57,9 +57,15 @@ def measure(
     calls: int = 30,
     warm_up: int = 3,
     clock: Callable[[Callable[[], Any]], float] = host_clock,
+    before: Callable[[], None] = lambda: None,
 ) -> Timing:
-    """Time ``function(buffers[i])`` for `calls` calls, taking the sets of `buffers` in turn."""
-    return measure_together({"": function}, buffers, calls=calls, warm_up=warm_up, clock=clock)[""]
+    """Time ``function(buffers[i])`` for `calls` calls, taking the sets of `buffers` in turn; `before` each, untimed."""
+
+    def clocked(call: Callable[[], Any]) -> float:
+        before()
+        return clock(call)
+
+    return measure_together({"": function}, buffers, calls=calls, warm_up=warm_up, clock=clocked)[""]
 
 
 def measure_together(

@@ -37,6 +37,7 @@ from kvxfer.sizing import least_staging_bytes
 from kvxfer.ticket import Record, Ticket
 from kvxfer.transfers import shelf
 from kvxfer.transfers.fetch import Fetch
+from kvxfer.transfers.foresight import Foresight
 from kvxfer.transfers.pull import Serve
 from kvxfer.transfers.reserve import Reservation
 from kvxfer.transfers.send import Send
@@ -85,6 +86,8 @@ class Cache:
         self.fingerprint = tickets.fingerprint_digest(layout.fingerprint)
         self._used: OrderedDict[bytes, object] = OrderedDict()
         self._own_joins: dict[str, PackedJoin] = {}  # by wire format
+        self.asked_joins: dict[bytes, PackedJoin] = {}  # with what peers have, by a digest of that
+        self.foresight = Foresight(node)
         self._registrations: list[dict[str, Registration]] = []
         self._registrations = [
             {
@@ -149,6 +152,7 @@ class Cache:
         with self._slot_of(signed, numbered_here=ticket is None):
             lease = Lease(signed, lists, time.monotonic() + ttl_s, node)
             node.publish(lease, record, write_ready)
+        self.foresight.published(self, lease)
         if ahead is not None:
             try:
                 shelf.pack_ahead(node, self, lease, ahead, after)

@@ -15,6 +15,7 @@ import heapq
 import itertools
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -47,6 +48,9 @@ _MAX_AWAY = 64  # threads of one pool that wait for peers while spare ones work
 _mine = threading.local()  # pool: whose thread this is
 
 
+Source = zmq.Socket | socket.socket
+
+
 class Timer:
     """A call that is due at a monotonic time; `cancel` may be called from any thread."""
 
@@ -72,7 +76,7 @@ class ProgressThread:
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
-        self._sockets: dict[zmq.Socket, Callable[[], None]] = {}
+        self._sockets: dict[zmq.Socket | int, Callable[[], None]] = {}  # ints: file descriptors
         self._awaited: list[tuple[Callable[[], bool], Callable[[BaseException | None], None]]] = []
         self._pause_s = _FIRST_PAUSE_S
         self._seen_at = 0.0  # when the last one was seen to have ended
@@ -108,6 +112,13 @@ class ProgressThread:
                 return
             self._calls.append(function)
         self._wake()
+
+    def do(self, function: Callable[[], None]) -> None:
+        """Call it here, if this is the thread, else `post` it."""
+        if self.is_current:
+            function()
+        else:
+            self.post(function)
 
     def post_soon(self, function: Callable[[], None]) -> None:
         """Like `post`, for what may wait some milliseconds: the thread is woken for the first call after a pause only,
@@ -151,15 +162,16 @@ class ProgressThread:
             self._spin_until = time.monotonic() + _SPIN_S
         self._awaited.append(entry)
 
-    def watch(self, socket: zmq.Socket, on_readable: Callable[[], None]) -> None:
-        """Call `on_readable` when the socket has messages. On this thread only."""
-        self._sockets[socket] = on_readable
-        self._poller.register(socket, zmq.POLLIN)
+    def watch(self, source: Source, call: Callable[[], None], *, writes: bool = False) -> None:
+        """Make the call whenever the source has something to read, or also when it takes writes. Again: changes that.
+        On this thread only."""
+        self._sockets[_key(source)] = call
+        self._poller.register(source, zmq.POLLIN | (zmq.POLLOUT if writes else 0))
 
-    def unwatch(self, socket: zmq.Socket) -> None:
-        """Stop watching. On this thread only."""
-        if self._sockets.pop(socket, None) is not None:
-            self._poller.unregister(socket)
+    def unwatch(self, source: Source) -> None:
+        """Stop watching, before the source is closed. On this thread only."""
+        if self._sockets.pop(_key(source), None) is not None:
+            self._poller.unregister(source)
 
     def close(self, last: Callable[[], None], timeout_s: float = 5.0) -> None:
         """Run what was posted, then `last`, then end. Returns when the thread has ended; idempotent."""
@@ -203,9 +215,9 @@ class ProgressThread:
             os.eventfd_read(self._wake_fd)
         for _ in range(len(self._calls)):
             _guarded(self._calls.popleft())
-        for socket in ready:
-            if socket in self._sockets:  # a call may have unwatched it
-                _guarded(self._sockets[socket])
+        for source in ready:
+            if source in self._sockets:  # a call may have unwatched it
+                _guarded(self._sockets[source])
         if self._awaited:
             self._look_at_awaited()
         now = time.monotonic()
@@ -393,6 +405,11 @@ def need_descriptors(count: int) -> None:
     finally:
         for descriptor in opened:
             os.close(descriptor)
+
+
+def _key(source: Source) -> zmq.Socket | int:
+    """As the poller names what is ready."""
+    return source if isinstance(source, zmq.Socket) else source.fileno()
 
 
 def _sleep_precisely() -> None:

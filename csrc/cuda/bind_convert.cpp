@@ -55,14 +55,16 @@ void bind_convert(nb::module_& m) {
            })
       .def("bind", &PreparedPackedPart::bind)
       .def("load_kernels",
-           [](const PreparedPackedPart& part, int device) { return load_convert_kernels(device, part); })
+           [](const PreparedPackedPart& part, int device) {
+             return on(kAnyDevice, [&] { return load_convert_kernels(device, part); });
+           })
       .def("launch",
            [](const PreparedPackedPart& part, int device, int direction, std::int64_t first, std::int64_t count,
               std::uint64_t wire, std::uint64_t nonfinite, std::uint64_t stream, int max_sms) {
-             const DeviceScope scope(device);
-             if (scope.status()) return scope.status();
-             return launch_convert(part, {device, static_cast<Direction>(direction), first, count, wire, nonfinite,
-                                          stream, max_sms});
+             return on(device, [&] {
+               return launch_convert(part, {device, static_cast<Direction>(direction), first, count, wire, nonfinite,
+                                            stream, max_sms});
+             });
            })
       .def("walk_on_host", [](const PreparedPackedPart& part, int direction, std::int64_t first, std::int64_t count,
                               std::uint64_t wire, std::uint64_t nonfinite, int sms) {

@@ -9,19 +9,9 @@ namespace {
 using std::size_t;
 using std::uint64_t;
 
-constexpr int kAnyDevice = -1;  // whichever is current
-
-// Runs `call` with the device current and returns its status, or why the device could not be made current.
-template <class Call>
-int on(int device, Call call) {
-  if (device == kAnyDevice) return call();
-  const DeviceScope scope(device);
-  return scope.status() ? scope.status() : call();
-}
-
 nb::tuple handle_of(int (*exported)(uint64_t, std::uint8_t*), uint64_t value) {
   std::uint8_t handle[kIpcHandleBytes]{};
-  const int status = exported(value, handle);
+  const int status = on(kAnyDevice, [&] { return exported(value, handle); });
   return nb::make_tuple(status, nb::bytes(reinterpret_cast<const char*>(handle), kIpcHandleBytes));
 }
 
@@ -41,35 +31,35 @@ void bind_devices(nb::module_& m) {
   m.def("error_text", &error_text);
   m.def("driver_version", [] {
     int version = 0;
-    const int status = driver_version(version);
+    const int status = on(kAnyDevice, [&] { return driver_version(version); });
     return nb::make_tuple(status, version);
   });
   m.def("device_count", [] {
     int count = 0;
-    const int status = device_count(count);
+    const int status = on(kAnyDevice, [&] { return device_count(count); });
     return nb::make_tuple(status, count);
   });
   m.def("current_device", [] {
     int device = 0;
-    const int status = current_device(device);
+    const int status = on(kAnyDevice, [&] { return current_device(device); });
     return nb::make_tuple(status, device);
   });
   m.def("sm_count", [](int device) {
     int sms = 0;
-    const int status = sm_count(device, sms);
+    const int status = on(kAnyDevice, [&] { return sm_count(device, sms); });
     return nb::make_tuple(status, sms);
   });
   m.def("compute_capability", [](int device) {
     int major = 0, minor = 0;
-    const int status = compute_capability(device, major, minor);
+    const int status = on(kAnyDevice, [&] { return compute_capability(device, major, minor); });
     return nb::make_tuple(status, major, minor);
   });
   m.def("can_access_peer", [](int device, int peer) {
     bool can = false;
-    const int status = can_access_peer(device, peer, can);
+    const int status = on(kAnyDevice, [&] { return can_access_peer(device, peer, can); });
     return nb::make_tuple(status, can);
   });
-  m.def("enable_peer_access", &enable_peer_access);
+  m.def("enable_peer_access", yielding(&enable_peer_access));
 }
 
 void bind_memory(nb::module_& m) {
@@ -79,8 +69,7 @@ void bind_memory(nb::module_& m) {
     return nb::make_tuple(status, address);
   });
   m.def("release", [](int device, uint64_t address) {
-    nb::gil_scoped_release unlocked;  // freeing waits for the device
-    return on(device, [&] { return release(address); });
+    return on_unlocked(device, [&] { return release(address); });  // freeing waits for the device
   });
   m.def("allocate_pinned", [](int device, size_t nbytes) {
     uint64_t address = 0;
@@ -92,12 +81,10 @@ void bind_memory(nb::module_& m) {
     return release_pinned(address);
   });
   m.def("pin", [](int device, uint64_t address, size_t nbytes) {
-    nb::gil_scoped_release unlocked;
-    return on(device, [&] { return pin(address, nbytes); });
+    return on_unlocked(device, [&] { return pin(address, nbytes); });
   });
   m.def("unpin", [](int device, uint64_t address) {
-    nb::gil_scoped_release unlocked;  // may wait for the device
-    return on(device, [&] { return unpin(address); });
+    return on_unlocked(device, [&] { return unpin(address); });  // may wait for the device
   });
   m.def("device_address_of_pinned", [](int device, uint64_t host) {
     uint64_t address = 0;
@@ -105,8 +92,8 @@ void bind_memory(nb::module_& m) {
     return nb::make_tuple(status, address);
   });
   m.def("copy_bytes", [](int device, uint64_t dst, uint64_t src, size_t nbytes, uint64_t stream) {
-    nb::gil_scoped_release unlocked;  // from pageable memory it may wait
-    return on(device, [&] { return copy_bytes(dst, src, nbytes, stream); });
+    // From pageable memory it may wait.
+    return on_unlocked(device, [&] { return copy_bytes(dst, src, nbytes, stream); });
   });
   m.def("copy_bytes_peer",
         [](uint64_t dst, int dst_device, uint64_t src, int src_device, size_t nbytes, int device, uint64_t stream) {
@@ -114,8 +101,7 @@ void bind_memory(nb::module_& m) {
         });
   m.def("copy_bytes_batch",
         [](int device, uint64_t dst, uint64_t src, uint64_t nbytes, size_t count, uint64_t stream) {
-          nb::gil_scoped_release unlocked;
-          return on(device, [&] {
+          return on_unlocked(device, [&] {
             return copy_bytes_batch(reinterpret_cast<const uint64_t*>(dst), reinterpret_cast<const uint64_t*>(src),
                                     reinterpret_cast<const size_t*>(nbytes), count, stream);
           });
@@ -131,10 +117,9 @@ void bind_streams(nb::module_& m) {
     const int status = on(device, [&] { return create_stream(priority, stream); });
     return nb::make_tuple(status, stream);
   });
-  m.def("destroy_stream", &destroy_stream);
+  m.def("destroy_stream", yielding(&destroy_stream));
   m.def("synchronise_stream", [](int device, uint64_t stream) {
-    nb::gil_scoped_release unlocked;
-    return on(device, [&] { return synchronise_stream(stream); });
+    return on_unlocked(device, [&] { return synchronise_stream(stream); });
   });
   m.def("wait_for_event", [](int device, uint64_t stream, uint64_t event) {
     return on(device, [&] { return wait_for_event(stream, event); });
@@ -146,13 +131,13 @@ void bind_streams(nb::module_& m) {
     const int status = on(device, [&] { return create_event(flags, event); });
     return nb::make_tuple(status, event);
   });
-  m.def("destroy_event", &destroy_event);
+  m.def("destroy_event", yielding(&destroy_event));
   m.def("record_event", [](int device, uint64_t event, uint64_t stream) {
     return on(device, [&] { return record_event(event, stream); });
   });
   m.def("query_event", [](uint64_t event) {
     bool done = false;
-    const int status = query_event(event, done);
+    const int status = on(kAnyDevice, [&] { return query_event(event, done); });
     return nb::make_tuple(status, done);
   });
   m.def("synchronise_event", [](uint64_t event) {
@@ -161,7 +146,7 @@ void bind_streams(nb::module_& m) {
   });
   m.def("elapsed_ms", [](uint64_t begin, uint64_t end) {
     float ms = 0;
-    const int status = elapsed_ms(begin, end, ms);
+    const int status = on(kAnyDevice, [&] { return elapsed_ms(begin, end, ms); });
     return nb::make_tuple(status, ms);
   });
 }
@@ -177,8 +162,7 @@ void bind_ipc(nb::module_& m) {
   m.def("export_memory", [](uint64_t base) { return handle_of(&export_memory, base); });
   m.def("open_memory", [](int device, const nb::bytes& handle) { return open_handle(device, &open_memory, handle); });
   m.def("close_memory", [](int device, uint64_t address) {
-    nb::gil_scoped_release unlocked;
-    return on(device, [&] { return close_memory(address); });
+    return on_unlocked(device, [&] { return close_memory(address); });
   });
   m.def("export_event", [](uint64_t event) { return handle_of(&export_event, event); });
   m.def("open_event", [](int device, const nb::bytes& handle) { return open_handle(device, &open_event, handle); });

@@ -53,10 +53,12 @@ void bind_blocks(nb::module_& m) {
       .def_prop_ro("problem", [](const PreparedPairing& self) { return self.problem() ? self.problem() : ""; })
       .def("load_kernels",
            [](const PreparedPairing& self, int device) {
-             for (const auto& part : self.parts()) {
-               if (const int status = load_kernels(device, *part)) return status;
-             }
-             return 0;
+             return on(kAnyDevice, [&] {
+               for (const auto& part : self.parts()) {
+                 if (const int status = load_kernels(device, *part)) return status;
+               }
+               return 0;
+             });
            })
       .def("table_bytes",
            [](const PreparedPairing& self, std::uint64_t request) { return self.table_bytes(blocks_at(request)); });
@@ -65,13 +67,9 @@ void bind_blocks(nb::module_& m) {
                              int max_sms, std::uint64_t pinned, std::uint64_t tables, const nb::tuple& events,
                              const nb::tuple& report) {
     const BlocksCall call = call_of(device, stream, max_sms, pinned, tables, events, report);
-    const auto enqueue = [&] {
-      const DeviceScope scope(device);
-      return scope.status() ? scope.status() : enqueue_blocks(pairing, blocks_at(request), call);
-    };
-    if (pairing.table_bytes(blocks_at(request)) < kLongTables) return enqueue();
-    nb::gil_scoped_release unlocked;
-    return enqueue();
+    const auto enqueue = [&] { return enqueue_blocks(pairing, blocks_at(request), call); };
+    if (pairing.table_bytes(blocks_at(request)) < kLongTables) return on(device, enqueue);
+    return on_unlocked(device, enqueue);
   });
   m.def("walk_blocks", [](const PreparedPairing& pairing, std::uint64_t request, int sms, std::uint64_t pinned,
                           std::uint64_t tables, const nb::tuple& report) {
@@ -115,15 +113,18 @@ void bind_move(nb::module_& m) {
            [](const PreparedPart& part, std::uint64_t host) { part.fill(reinterpret_cast<std::uint8_t*>(host)); })
       .def("bind", &PreparedPart::bind)
       .def("load_kernels",
-           [](const PreparedPart& part, int device) { return load_kernels(device, part); });
+           [](const PreparedPart& part, int device) {
+             return on(kAnyDevice, [&] { return load_kernels(device, part); });
+           });
 
   bind_blocks(m);
 
   m.def("launch_moves",
         [](int device, int direction, const nb::list& ranges, std::uint64_t stream, int max_sms) {
-          const DeviceScope scope(device);
-          if (scope.status()) return scope.status();
-          return launch_moves({device, static_cast<Direction>(direction), stream, max_sms}, ranges_of(ranges));
+          const std::vector<MoveRange> what = ranges_of(ranges);
+          return on(device, [&] {
+            return launch_moves({device, static_cast<Direction>(direction), stream, max_sms}, what);
+          });
         });
   m.def("walk_moves", [](int direction, const nb::list& given, int sms) {
     const std::vector<MoveRange> ranges = ranges_of(given);
@@ -133,8 +134,7 @@ void bind_move(nb::module_& m) {
 
   m.def("checksum", [](int device, std::uint64_t data, std::uint64_t nbytes, std::uint64_t digest,
                        std::uint64_t stream, int max_sms) {
-    const DeviceScope scope(device);
-    return scope.status() ? scope.status() : launch_checksum(device, data, nbytes, digest, stream, max_sms);
+    return on(device, [&] { return launch_checksum(device, data, nbytes, digest, stream, max_sms); });
   });
 }
 

@@ -12,12 +12,6 @@ using std::size_t;
 using std::uint32_t;
 using std::uint64_t;
 
-template <class Call>
-int on(int device, Call call) {
-  const DeviceScope scope(device);
-  return scope.status() ? scope.status() : call();
-}
-
 void bind_virtual_memory(nb::module_& m) {
   m.def("pointer_traits", [](int device, uint64_t address) {
     PointerTraits traits{};
@@ -40,8 +34,7 @@ void bind_virtual_memory(nb::module_& m) {
     return nb::make_tuple(status, nbytes);
   });
   m.def("release_allocation", [](int device, uint64_t handle) {
-    nb::gil_scoped_release unlocked;
-    return on(device, [&] { return release_allocation(handle); });
+    return on_unlocked(device, [&] { return release_allocation(handle); });
   });
   m.def("export_allocation", [](int device, uint64_t handle) {
     int descriptor = -1;
@@ -62,16 +55,15 @@ void bind_virtual_memory(nb::module_& m) {
     return on(device, [&] { return free_range(address, nbytes); });
   });
   m.def("map_allocation", [](int device, uint64_t handle, uint64_t address, size_t nbytes) {
-    nb::gil_scoped_release unlocked;
-    return on(device, [&] { return map_allocation(device, handle, address, nbytes); });
+    return on_unlocked(device, [&] { return map_allocation(device, handle, address, nbytes); });
   });
   m.def("unmap", [](int device, uint64_t address, size_t nbytes) {
-    nb::gil_scoped_release unlocked;
-    return on(device, [&] { return unmap(address, nbytes); });
+    return on_unlocked(device, [&] { return unmap(address, nbytes); });
   });
 }
 
 void bind_words(nb::module_& m) {
+  m.def("hold_gates", [](int gates) { gates_held.store(gates, std::memory_order_relaxed); });
   m.def("report", [](int device, uint64_t stream, uint64_t lease, uint64_t seen, uint64_t gate, uint32_t gate_value,
                      uint64_t done, uint32_t done_value) {
     return on(device, [&] { return launch_report({lease, seen, gate, done, gate_value, done_value}, stream); });

@@ -1,21 +1,24 @@
 """Sessions with peers over ZeroMQ: sealed, numbered, size-limited messages, with heartbeats.
 
-One ROUTER socket listens; one DEALER dials each peer; a session goes both ways over one pair. Everything here runs on
+One ROUTER socket listens; one DEALER dials each peer; a session goes both ways over one pair, or between processes of
+one host over a line (local.py), which the dialling side opens before its first message. Everything here runs on
 the progress thread. What is malformed, too large, unsigned, replayed or of no session is dropped, counted and logged,
 and everyone else is served on.
 
 Frame: header (magic, protocol, kind, sequence number, session id; little endian), HMAC, msgpack payload.
 
-Imports pyzmq, auth.py, messages.py, progress.py.
+Imports pyzmq, auth.py, local.py, messages.py, progress.py.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import re
 import secrets
 import struct
+import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -23,7 +26,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from kvxfer.control import auth, messages
+from kvxfer.control import auth, local, messages
 from kvxfer.control.messages import Bye, Hello, Identity, Message, Ping, Refused, Welcome
 from kvxfer.errors import (
     AuthenticationError,
@@ -44,9 +47,13 @@ _NO_SESSION = bytes(16)
 _MAX_UNCONFIRMED = 256
 _MAX_ENDED = 1024  # sessions whose last messages may still be under way
 _MAX_REASON = 1000
+_TOKEN_BYTES = 16
 _DESCRIPTORS = 16  # that must be free when a channel is opened, libzmq's threads and the listening socket counted in
 _DESCRIPTORS_OF_A_SOCKET = 4
-_MAX_PER_TURN = 512  # messages taken from one socket before the others get their turn
+_MAX_PER_TURN = 32  # messages taken from one socket before the others get their turn: a fraction of _MAX_UNCONFIRMED
+
+
+Origin = zmq.Socket | bytes | local.Line  # where a frame came from: a DEALER, the ROUTER by this route, a line
 
 
 class Listener(Protocol):
@@ -68,7 +75,7 @@ class Listener(Protocol):
 
 
 class Session:
-    """An authenticated conversation with one peer. Progress thread only."""
+    """An authenticated conversation with one peer. Progress thread only, except `send`."""
 
     def __init__(self, channel: Channel, session_id: bytes, identity: Identity, keys: tuple[bytes, bytes]) -> None:
         self.identity = identity
@@ -78,11 +85,13 @@ class Session:
         self.said_goodbye = False  # this side did
         self.id = session_id
         self.last_received = self.last_sent = time.monotonic()
+        self.order = threading.Lock()  # messages leave in the order of their numbers
         self._channel = channel
         self._send_key, self._receive_key = keys
         self._sent = self._received = 0
         self.socket: zmq.Socket | None = None  # the DEALER of a session that this side dialled
         self.route: bytes | None = None  # the ROUTER's address of a session that the peer dialled
+        self.line: local.Line | None = None  # between processes of one host, in their place
 
     @property
     def hears(self) -> int:
@@ -90,7 +99,10 @@ class Session:
         return _FROM_LISTENER if self.socket is not None else _FROM_DIALER
 
     def send(self, message: Message) -> None:
-        """Send, without blocking. A peer that takes no messages loses its session; a closed session drops."""
+        """Send, without blocking. A peer that takes no messages loses its session; a closed session drops.
+
+        Any thread: over a line the message leaves at once, else from the progress thread.
+        """
         if self.open:
             self._channel.send(self, message)
 
@@ -119,12 +131,15 @@ class Session:
 class _Dial:
     """A session in the making, on the dialling side."""
 
-    def __init__(self, socket: zmq.Socket, nonce: bytes, opened: Callable, failed: Callable, timer: Timer) -> None:
-        self.socket, self.nonce, self.opened, self.failed, self.timer = socket, nonce, opened, failed, timer
+    def __init__(
+        self, endpoint: str, socket: zmq.Socket, nonce: bytes, opened: Callable, failed: Callable, timer: Timer
+    ) -> None:
+        self.endpoint, self.socket, self.nonce = endpoint, socket, nonce
+        self.opened, self.failed, self.timer = opened, failed, timer
 
 
 class Channel:
-    """This process's end of the control channel. Progress thread only, except `dropped`."""
+    """This process's end of the control channel. Progress thread only, except `send` and `dropped`."""
 
     def __init__(
         self,
@@ -140,7 +155,7 @@ class Channel:
         self._progress = progress
         self._listener = listener
         self._key = auth.derive(secret, "kvxfer channel")
-        self._max_bytes = max_message_bytes
+        self._max_bytes, self._max_frame_bytes = max_message_bytes, 2 * max_message_bytes + 4096
         self._heartbeat_s, self._peer_timeout_s = heartbeat_s, peer_timeout_s
         need_descriptors(_DESCRIPTORS)
         self._context = zmq.Context()
@@ -150,6 +165,9 @@ class Channel:
         self._unconfirmed: collections.OrderedDict[bytes, Session] = collections.OrderedDict()
         self._ended: collections.OrderedDict[tuple[bytes, int], Session] = collections.OrderedDict()
         self._dials: dict[zmq.Socket, _Dial] = {}
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._lines: local.LineListener | None = None
+        self._speakers: dict[local.Line, Session] = {}
         self._heart: Timer | None = None
         self._last_warning: dict[str, float] = {}
 
@@ -164,7 +182,14 @@ class Channel:
         except zmq.ZMQError as error:
             raise InvalidRequest(f"cannot listen on {endpoint!r}: {error}") from error
         self._progress.watch(self._router, lambda: self._read(self._router))
-        return self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        address = local.address_of(bound, self._token)
+        if address is not None:
+            with contextlib.suppress(OSError):  # where there are no such sockets everything goes over ZeroMQ
+                self._lines = local.LineListener(
+                    self._progress, address, self._max_frame_bytes, self._read_line, self._end_line
+                )
+        return bound
 
     def dial(
         self,
@@ -192,7 +217,7 @@ class Channel:
             f"no answer from {endpoint} within {timeout_s:g} s: is the peer running, and does it have the same secret?"
         )
         timer = self._progress.call_later(timeout_s, lambda: self._end_dial(socket, PeerGone(reason)))
-        self._dials[socket] = _Dial(socket, nonce, opened, failed, timer)
+        self._dials[socket] = _Dial(endpoint, socket, nonce, opened, failed, timer)
         self._progress.watch(socket, lambda: self._read(socket))
         self._post(socket, None, self._seal_handshake(self._key, messages.encode(hello)))
 
@@ -205,6 +230,8 @@ class Channel:
                 session.close()
             else:
                 self.drop(session, PeerGone("closed by this side"))
+        if self._lines is not None:
+            self._lines.close()
         if self._router is not None:
             self._progress.unwatch(self._router)
             self._router.close()
@@ -221,6 +248,7 @@ class Channel:
             self._ended.popitem(last=False)
         if self._unconfirmed.get(session.id) is session:
             del self._unconfirmed[session.id]
+        self._close_line(session)
         if session.socket is not None:
             self._progress.unwatch(session.socket)
             session.socket.close()
@@ -236,11 +264,19 @@ class Channel:
     def send(self, session: Session, message: Message) -> None:
         payload = messages.encode(message)
         self._check_size(payload)
-        socket = session.socket or self._router
-        if self._post(socket, session.route, session.seal(payload)):
+        with session.order:
+            line = session.line if session.line is not None and not session.line.closed else None
+            if line is not None:
+                sent = line.send(session.seal(payload))
+            elif self._progress.is_current:
+                sent = self._post(session.socket or self._router, session.route, session.seal(payload))
+            else:
+                self._progress.post(lambda: session.send(message))
+                return
+        if sent:
             session.last_sent = time.monotonic()
         else:
-            self.drop(session, PeerGone(f"{session.identity.name} does not take messages"))
+            self._progress.do(lambda: self.drop(session, PeerGone(f"{session.identity.name} does not take messages")))
 
     # --- reading --------------------------------------------------------------------------------------------
 
@@ -252,19 +288,29 @@ class Channel:
                 return
             except zmq.ZMQError:  # closed by what an earlier message led to
                 return
-            try:
-                self._take(socket, frames)
-            except (AuthenticationError, msgspec.MsgspecError, KvxferError) as error:
-                self._drop_message(type(error).__name__, error)
+            route = frames[0] if socket is self._router else None
+            if len(frames) == (1 if route is None else 2):
+                self._read_frame(socket if route is None else route, frames[-1])
+            else:
+                self._drop_message("AuthenticationError", f"{len(frames)} frames are no kvxfer message")
             if socket.closed:
                 return
-        self._progress.post(lambda: self._read(socket))  # the poller would not be woken for what is left
 
-    def _take(self, socket: zmq.Socket, frames: list[bytes]) -> None:
-        route = frames[0] if socket is self._router else None
-        data = frames[-1]
-        if len(frames) != (1 if route is None else 2) or len(data) < _HEADER.size + auth.MAC_BYTES:
-            raise AuthenticationError(f"{len(frames)} frames, the last of {len(data)} bytes, are no kvxfer message")
+    def _read_line(self, line: local.Line, frame: bytes) -> None:
+        self._read_frame(line, frame)
+        if line not in self._speakers and not line.closed:  # whoever dialled it knows no session of this side
+            self._lines.known(line)
+            line.close()
+
+    def _read_frame(self, origin: Origin, frame: bytes) -> None:
+        try:
+            self._take(origin, frame)
+        except (AuthenticationError, msgspec.MsgspecError, KvxferError) as error:
+            self._drop_message(type(error).__name__, error)
+
+    def _take(self, origin: Origin, data: bytes) -> None:
+        if len(data) < _HEADER.size + auth.MAC_BYTES:
+            raise AuthenticationError(f"{len(data)} bytes are no kvxfer message")
         header, rest = data[: _HEADER.size], data[_HEADER.size :]
         seal, payload = rest[: auth.MAC_BYTES], rest[auth.MAC_BYTES :]
         magic, version, kind, sequence, session_id = _HEADER.unpack(header)
@@ -272,33 +318,49 @@ class Channel:
             raise AuthenticationError(f"magic {magic!r} is not kvxfer's")
         if kind == _HANDSHAKE:
             self._check_size(payload)
-            self._take_handshake(socket, route, header, seal, payload)
+            self._take_handshake(origin, header, seal, payload)
             return
         messages.check_protocol(version)
         session = self._sessions.get((session_id, kind))
         if session is None and kind == _FROM_DIALER:
             session = self._unconfirmed.get(session_id)
         if session is None and (session_id, kind) in self._ended:
-            self._take_late(self._ended[session_id, kind], route, header, sequence, seal, payload)
+            self._take_late(self._ended[session_id, kind], origin, header, sequence, seal, payload)
             return
-        if session is None or (route is None) != (session.socket is not None):
+        if session is None or not self._speaks_for(origin, session):
             raise AuthenticationError("a message of no open session")
         session.unseal(header, sequence, seal, payload)
-        if route is not None:
-            session.route = route
+        self._remember_way(session, origin)
         message = self._decode(session, payload)
         if self._unconfirmed.get(session_id) is session:
             self._confirm(self._unconfirmed.pop(session_id))
         self._deliver(session, message)
 
+    def _speaks_for(self, origin: Origin, session: Session) -> bool:
+        """Whether messages of the session may come that way."""
+        if isinstance(origin, bytes):
+            return session.socket is None
+        if isinstance(origin, local.Line) and origin not in self._speakers:
+            return session.socket is None and session.line is None
+        return origin is (session.line if isinstance(origin, local.Line) else session.socket)
+
+    def _remember_way(self, session: Session, origin: Origin) -> None:
+        """Answers go the way that messages come."""
+        if isinstance(origin, bytes):
+            session.route = origin
+            self._close_line(session)  # its other end has been given up
+        elif isinstance(origin, local.Line) and session.line is None:
+            self._speakers[origin], session.line = session, origin
+            self._lines.known(origin)
+
     def _take_late(
-        self, session: Session, route: bytes | None, header: bytes, sequence: int, seal: bytes, payload: bytes
+        self, session: Session, origin: Origin, header: bytes, sequence: int, seal: bytes, payload: bytes
     ) -> None:
         """A message of a session that has ended here: it crossed the goodbye, or that was lost. Then the peer may wait
         for nothing else, since what this side may still write it cannot know. Say it again."""
         session.unseal(header, sequence, seal, payload)
-        if session.said_goodbye and route is not None:
-            self._post(self._router, route, session.seal(messages.encode(Bye())))
+        if session.said_goodbye and isinstance(origin, bytes):
+            self._post(self._router, origin, session.seal(messages.encode(Bye())))
 
     def _decode(self, session: Session, payload: bytes) -> Message:
         """The message. One that cannot be read is refused, to its sender and here: somebody may wait for an answer."""
@@ -327,18 +389,16 @@ class Channel:
         elif not isinstance(message, Ping):
             self._listener.message_received(session, message)
 
-    def _take_handshake(
-        self, socket: zmq.Socket, route: bytes | None, header: bytes, seal: bytes, payload: bytes
-    ) -> None:
-        if route is not None:
+    def _take_handshake(self, origin: Origin, header: bytes, seal: bytes, payload: bytes) -> None:
+        if isinstance(origin, bytes):
             auth.check_mac(self._key, seal, header, payload)
             hello = messages.decode(payload)
             if isinstance(hello, Hello) and len(hello.nonce) == auth.NONCE_BYTES:
-                self._answer(route, hello)
+                self._answer(origin, hello)
                 return
-        else:
+        elif isinstance(origin, zmq.Socket):
             welcome = messages.decode(payload)
-            dial = self._dials.get(socket)
+            dial = self._dials.get(origin)
             if isinstance(welcome, Welcome) and dial is not None and len(welcome.nonce) == auth.NONCE_BYTES:
                 keys = self._session_keys(dial.nonce, welcome.nonce)
                 auth.check_mac(keys[1], seal, header, payload)
@@ -360,6 +420,7 @@ class Channel:
             nonce=nonce,
             session=session_id,
             identity=self._listener.identity,
+            line=self._token if self._lines is not None else b"",
         )
         self._post(self._router, route, self._seal_handshake(from_listener, messages.encode(welcome)))
 
@@ -374,7 +435,36 @@ class Channel:
         session = Session(self, welcome.session, welcome.identity, keys)
         session.socket = dial.socket
         self._register(session)
+        self._dial_line(session, local.address_of(dial.endpoint, welcome.line))
         dial.opened(session)
+
+    def _dial_line(self, session: Session, address: str | None) -> None:
+        if address is None:
+            return
+        line = local.dial(self._progress, address, self._max_frame_bytes, self._read_line, self._end_line)
+        if line is not None:
+            self._speakers[line], session.line = session, line
+
+    def _close_line(self, session: Session) -> None:
+        with session.order:
+            line, session.line = session.line, None
+        if line is not None:
+            del self._speakers[line]
+            line.close()
+
+    def _end_line(self, line: local.Line) -> None:
+        """A line has come to its end. Nobody took what was sent: it goes the long way. Else its process has ended, or
+        has let go of the session without a word."""
+        session = self._speakers.pop(line, None)
+        if session is None:
+            return
+        with session.order:
+            session.line = None
+        if session.socket is not None and line.unheard is not None:
+            for frame in line.unheard:
+                self._post(session.socket, None, frame)
+        else:
+            self.lose(session, PeerGone(f"{session.identity.name} has closed its end of the connection"))
 
     def _confirm(self, session: Session) -> None:
         self._register(session)
@@ -412,7 +502,7 @@ class Channel:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 200)
         socket.setsockopt(zmq.IPV6, int(not _is_ipv4(endpoint)))
-        socket.setsockopt(zmq.MAXMSGSIZE, 2 * self._max_bytes + 4096)
+        socket.setsockopt(zmq.MAXMSGSIZE, self._max_frame_bytes)
         return socket
 
     def _post(self, socket: zmq.Socket, route: bytes | None, data: bytes) -> bool:
@@ -433,7 +523,7 @@ class Channel:
         header = _HEADER.pack(_MAGIC, messages.PROTOCOL_VERSION, _HANDSHAKE, 0, _NO_SESSION)
         return b"".join((header, auth.mac(key, header, payload), payload))
 
-    def _drop_message(self, kind: str, error: Exception) -> None:
+    def _drop_message(self, kind: str, error: Exception | str) -> None:
         self.dropped[kind] += 1
         now = time.monotonic()
         if now - self._last_warning.get(kind, -1e9) > 1.0:  # a flood must not become a flood of log lines

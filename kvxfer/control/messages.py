@@ -7,6 +7,7 @@ Protocol history:
   4  (2026-11)  one message tells of several chunks and brings their headers, or gives several slots back
   5  (2026-11)  chunks are told of once they are written; links over NCCL tell of all puts that have passed at once
   6  (2026-11)  segments without bytes make no chunks; descriptions say how large a chunk may be that this side packs
+  7  (2026-12)  whoever answers names a Unix socket for the frames of processes of its host
 
 Imports msgspec, layout and errors.
 """
@@ -20,7 +21,7 @@ import msgspec
 from kvxfer.errors import ProtocolMismatch
 from kvxfer.layout import CacheLayout
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_MESSAGE_BYTES = 1 << 20  # unless `Limits.max_message_bytes` says otherwise
 NO_TRANSFER = 0
 
@@ -65,6 +66,7 @@ class Welcome(Message, tag="welcome"):
     nonce: bytes
     session: bytes
     identity: Identity
+    line: bytes = b""  # a token, part of the address of a Unix socket (control/local.py); empty: there is none
 
 
 class RegionHandles(msgspec.Struct, frozen=True, kw_only=True):

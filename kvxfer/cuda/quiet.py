@@ -7,7 +7,10 @@ freed when no stream of this process waits. Gates open at their deadlines at the
 
 What is being freed when a stream begins to wait was begun before, and waits for what was enqueued until then.
 
-Imports gates' names for typing only, and nothing else of kvxfer. Any thread.
+Others free memory too: the engine, its framework. So while a stream waits, the calls of this package to CUDA let go of
+Python's lock (`hold_gates`, csrc/cuda/bindings.h): whoever opens the gate needs it.
+
+Imports native.py; gates' names for typing only. Any thread.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
+
+from kvxfer.cuda.native import native
 
 if TYPE_CHECKING:
     from kvxfer.cuda.gates import Gate
@@ -34,6 +39,7 @@ def _held() -> Iterator[None]:
         _within = True
         try:
             yield
+            native().hold_gates(len(_waits))
         finally:
             _within = False
 

@@ -434,7 +434,12 @@ class Fetch(Transfer):
             self.arm()
             self._pulls = [self._pull(leg) for leg in asked]
             self.on_stop(lambda: self._node.progress.post(self._stop_pulls))
-            self._node.progress.post(lambda: [pull.start() for pull in self._pulls])
+            for pull in self._pulls:
+                if isinstance(pull, ShelfLeg):
+                    self._node.progress.post(pull.start)
+                else:
+                    pull.start()
+                    self.runs_as(self._node.pool.submit(pull.plan), short=True)
         for leg in direct:
             self._move_direct(leg)
         if self.hold():

@@ -62,20 +62,15 @@ def borrow(
     """Ask for the staging that a receiving side needs for `total` bytes in segments of up to `largest`: as many chunks
     as pay, and no more than there are bytes.
 
-    `granted` is called on the progress thread. Returns what to call to leave the line. Raises BufferTooSmall.
+    `granted` is called on this thread, or later on the one that gives staging back. Returns what to call to leave the
+    line. Raises BufferTooSmall.
     """
     posted = ring.device != "cpu" and "cuda" in peer.link.one_sided_devices
     chunk = min(node.limits.chunk_on(ring.device, posted=posted), peer.outbox_bytes(ring.device), ring.nbytes)
     slot_bytes = max(1, largest, min(chunk, total))
     slots = min(SLOTS if ring.device == "cpu" else GPU_SLOTS, -(-total // slot_bytes) + 1)
 
-    def lent(loan: Loan) -> None:
-        if node.progress.is_current:
-            granted(loan)
-        else:
-            node.progress.post(lambda: granted(loan))
-
-    return functools.partial(ring.forget, ring.borrow(slot_bytes, slots, lent))
+    return functools.partial(ring.forget, ring.borrow(slot_bytes, slots, granted))
 
 
 def offer(node: Node, loan: Loan, wire: str) -> PackedOffer:

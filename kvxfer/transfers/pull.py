@@ -7,8 +7,11 @@ Imports packed, match, node and the messages.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from kvxfer.control.messages import Chunks, Credit, Ended, Message, Pull, Refused, Stop
 from kvxfer.errors import BackendError, Cancelled, InvalidRequest, InvalidTicket, KvxferError, PeerGone, rebuild
@@ -24,11 +27,12 @@ if TYPE_CHECKING:
     from kvxfer.cache import Cache
     from kvxfer.transfers.fetch import Fetch, Leg
 
-_MAX_JOINS = 64  # of one peer
+_MAX_JOINS = 64  # of one peer, and of one cache
 
 
 class PullLeg:
-    """One packed leg: asks the publisher to pack, plans while it does, scatters what comes. Progress thread only."""
+    """One packed leg: asks the publisher to pack, plans while it does, scatters what comes. Progress thread only,
+    except where it says so."""
 
     def __init__(self, fetch: Fetch, node: Node, leg: Leg, ticket: Ticket, cache: Cache) -> None:
         self._fetch, self._node, self._leg = fetch, node, leg
@@ -39,10 +43,11 @@ class PullLeg:
         self._sink: PackedSink | None = None
         self._early: list[Chunks] = []  # told of before the plan was made
         self._leave_line: Callable[[], None] | None = None
-        self._asked = self._planning = self._writer_ended = False
+        self._asked = self._writer_ended = False
+        self._planning = True
 
     def start(self) -> None:
-        """Stand in line for staging."""
+        """Ask for chunks, once there is staging for them. Any thread."""
         self._fetch.waits_for("staging buffers")
         try:
             ring = staging_for(self._node, self._peer, self._cache, self._leg.source.cache)
@@ -51,28 +56,33 @@ class PullLeg:
             self._fetch.abort(error)
 
     def _pull(self, loan: Loan) -> None:
-        if self._fetch.done() or self._fetch.stopping:
+        """Any thread: to wake the progress thread first would take as long as the question's way."""
+        gone = not self._peer.session.open  # it told its conversations, while this fetch stood in line
+        if gone or self._fetch.done() or self._fetch.stopping:
             loan.give_back()
-            return
-        if not self._peer.session.open:  # it ended while this fetch stood in line, and told its conversations then
-            loan.give_back()
-            self._fetch.abort(PeerGone(f"{self._peer.identity.name} went away"))
+            self._let_plan_go()
+            if gone:
+                self._fetch.abort(PeerGone(f"{self._peer.identity.name} went away"))
             return
         self._loan = loan
         self._peer.conversations[self._id] = self
         self._asked = True
         self._fetch.waits_for(f"chunks from {self._peer.identity.name}")
-        together = self._leg.source.together
+        try:
+            self._ask(loan)
+        except KvxferError as error:  # the layouts of all ranks may be more than a message may have
+            self._writer_ended = True
+            self._fetch.abort(error)
+        there = self._peer.session.open and not self._peer.session.lost
+        if not self._planning or not there or self._fetch.done() or self._fetch.stopping:
+            self._node.progress.do(self._asked_late)
+
+    def _ask(self, loan: Loan) -> None:
+        session, together = self._peer.session, self._leg.source.together
         if together is not None and together.key not in self._peer.told_sources:
-            try:
-                self._peer.session.send(together)
-            except KvxferError as error:  # the layouts of all ranks may be more than a message may have
-                self._writer_ended = True
-                self._fetch.abort(error)
-                self._give_back()
-                return
+            session.send(together)
             self._peer.told_sources.add(together.key)
-        self._peer.session.send(
+        session.send(
             Pull(
                 transfer=self._id,
                 slot=self._ticket.slot,
@@ -85,17 +95,25 @@ class PullLeg:
                 offer=offer(self._node, loan, self._fetch.wire),
             )
         )
-        self._planning = True
-        self._node.pool.submit(self._plan)
 
-    def _plan(self) -> None:
-        """Do what the first chunk needs. Mover thread."""
+    def _asked_late(self) -> None:
+        """What may have happened while the question was asked, and was told to nobody."""
+        session = self._peer.session
+        if self._id in self._peer.conversations and (session.lost or not session.open):
+            self.peer_gone(PeerGone(f"{self._peer.identity.name} went away"))
+        if self._fetch.done() or self._fetch.stopping:
+            self._ask_to_stop()
+            self._give_back()
+        self._begin()
+
+    def plan(self) -> None:
+        """Do what the first chunk needs: to be called once, on any thread but this one's."""
 
         def plan() -> None:
             if self._fetch.done() or self._fetch.stopping:
                 return
             self._fetch.plan_late(self._leg)
-            if self._cache.device != "cpu":
+            if self._cache.device != "cpu" and not self._leg.plan.is_ready("unpack", self._cache.bases):
                 self._leg.plan.get_ready("unpack", self._cache.bases)
 
         self._fetch.attempt(plan)
@@ -103,12 +121,17 @@ class PullLeg:
 
     def _planned(self) -> None:
         self._planning = False
-        if not (self._fetch.done() or self._fetch.stopping):
-            self._begin()
+        self._begin()
         self._give_back()  # where the writer has ended by now, and nothing is left to be scattered
+        if self._loan is None and (self._fetch.done() or self._fetch.stopping):
+            self._let_plan_go()
 
     def _begin(self) -> None:
-        """Scatter what has come, and what comes."""
+        """Once there is a plan, and staging is lent: scatter what has come, and what comes."""
+        if self._planning or self._loan is None or self._sink is not None:
+            return
+        if self._fetch.done() or self._fetch.stopping:
+            return
         self._fetch.count_plans()
         self._sink = PackedSink(
             self._node,
@@ -160,8 +183,9 @@ class PullLeg:
         """The fetch was aborted: have the publisher stop writing into the staging."""
         if self._asked:
             self._ask_to_stop()
-        elif self._leave_line is not None and not self._asked:
+        elif self._leave_line is not None:
             self._leave_line()
+            self._let_plan_go()
 
     def _ask_to_stop(self) -> None:
         """Say it until it is answered: the word or its answer may be lost with a connection."""
@@ -183,9 +207,13 @@ class PullLeg:
         if self._loan is not None and self._writer_ended and not at_work:
             self._peer.conversations.pop(self._id, None)
             loan, self._loan = self._loan, None
-            if self._leg.plan is not None:
-                self._leg.plan.let_go()
+            self._let_plan_go()
             loan.give_back()
+
+    def _let_plan_go(self) -> None:
+        """Other plans may have the memory of its tables."""
+        if self._leg.plan is not None and not self._planning:
+            self._leg.plan.let_go()
 
 
 class Serve:
@@ -197,7 +225,9 @@ class Serve:
         if remote is None:
             raise InvalidTicket(f"{peer.identity.name} has no cache {pull.into_cache!r}")
         joined = _join_for(peer, cache, pull, remote)
-        plan = cache.prepare_packed(joined.plan(lease.lists, pull.blocks, tokens=lease.ticket.tokens))
+        plan = cache.foresight.asked(lease, joined, pull.blocks)
+        if plan is None:
+            plan = cache.prepare_packed(joined.plan(lease.lists, pull.blocks, tokens=lease.ticket.tokens))
         self._peer, self._pull = peer, pull
         self._source = PackedSource(node, peer, pull.transfer, [plan], cache, pull.offer, written=self._written)
 
@@ -236,17 +266,15 @@ def _join_for(peer: Peer, cache: Cache, pull: Pull, remote: RemoteCache) -> Pack
             layouts, index, first = told.layouts, told.index, told.first
             if layouts[index] != cache.unbound_layout:
                 raise InvalidRequest(f"layout {index} of the sources is not that of cache {cache.name!r}")
-        joins = join_packed(
-            layouts,
-            remote.layout,
-            pull.offer.wire,
-            first=first,
-            allow_missing=pull.allow_missing,
-            src_scales=cache.scales,
-            dst_scales=remote.scales,
-        )
-        found = [joined for joined in joins if joined.source == index]
-        if not found:
-            raise InvalidRequest(f"cache {cache.name!r} has no part in what the peer asks for")
-        remember(peer.joins, key, found[0], limit=_MAX_JOINS)
+        scales = {"src_scales": cache.scales, "dst_scales": remote.scales}
+        options = {"first": first, "allow_missing": pull.allow_missing, **scales}
+        given = [[layout.unbound() for layout in (*layouts, remote.layout)], pull.offer.wire, index, options]
+        digest = hashlib.blake2b(msgspec.json.encode(given)).digest()
+        if digest not in cache.asked_joins:  # another peer may have the same
+            joins = join_packed(layouts, remote.layout, pull.offer.wire, **options)
+            found = [joined for joined in joins if joined.source == index]
+            if not found:
+                raise InvalidRequest(f"cache {cache.name!r} has no part in what the peer asks for")
+            remember(cache.asked_joins, digest, found[0], limit=_MAX_JOINS)
+        remember(peer.joins, key, cache.asked_joins[digest], limit=_MAX_JOINS)
     return peer.joins[key]

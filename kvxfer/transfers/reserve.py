@@ -109,9 +109,11 @@ class Receive:
         largest = max((stage.plan.largest_segment_bytes for stage in stages), default=0)
         self._count("packed", sum(stage.plan.nbytes for stage in stages), total)
         ring = staging_for(self._node, self._peer, self._cache, remote)
-        self._leave_line = borrow(
-            self._node, self._peer, ring, total, largest, lambda loan: self._lend(stages, loan)
-        )
+
+        def lent(loan: Loan) -> None:  # any thread
+            self._node.progress.do(lambda: self._lend(stages, loan))
+
+        self._leave_line = borrow(self._node, self._peer, ring, total, largest, lent)
 
     def _count(self, way: str, nbytes: int, wire_bytes: int) -> None:
         self._reservation.count(

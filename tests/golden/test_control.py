@@ -35,7 +35,7 @@ _OFFER = m.PackedOffer(
 )
 MESSAGES = {
     "hello": m.Hello(protocol=4, nonce=bytes(16), identity=_IDENTITY),
-    "welcome": m.Welcome(protocol=4, nonce=bytes(16), session=bytes(range(16)), identity=_IDENTITY),
+    "welcome": m.Welcome(protocol=4, nonce=bytes(16), session=bytes(range(16)), identity=_IDENTITY, line=b"\x05"),
     "description": m.Description(
         backends={"shm": b"\x07"},
         lease_table=_REGION,

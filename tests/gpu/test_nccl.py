@@ -10,6 +10,7 @@ The one-sided way is taken where libnccl has it (2.29 or newer): run this with L
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import time
@@ -37,6 +38,7 @@ if SHARED and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1" and "NCCL_HOST
 
 BLOCKS = 64
 CYCLES = int(os.environ.get("KVXFER_CYCLES", "1000"))
+AT_ONCE = 4
 QUICK = {"heartbeat_s": 0.5, "peer_timeout_s": 3.0, "dial_timeout_s": 5.0}
 ENDS = (errors.PeerGone, errors.DeadlineExceeded, errors.BackendError)
 IDS = {"full": list(range(BLOCKS))[::-1]}
@@ -361,28 +363,37 @@ def test_a_channel_that_is_aborted_is_made_again():
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_connect_and_disconnect_without_growth():
-    """KVXFER_CYCLES times: a connector, a fetch, a goodbye. What is held may grow over the first tenth only."""
+    """KVXFER_CYCLES times, four at once: a connector, a fetch, a goodbye. What is held may grow over the first tenth
+    only."""
     import cupy
 
     layout = paged(num_blocks=8)
     limits = {"chunk_bytes": 1 << 20, "staging_bytes": 2 << 20}
+    rounds = max(1, CYCLES // AT_ONCE)
     with peer_of(layout, limits=limits) as peer:
-        first, last = None, None
+        seen = []
         began = time.monotonic()
-        for cycle in range(CYCLES):
-            with Here(layout, limits=limits) as here:
-                ticket = peer.publish("kv", {"full": [3]}, tokens=16)
-                here.cache.fetch(ticket, into={"full": [5]}).wait(60)
-                if cycle in (0, CYCLES - 1):
-                    assert np.array_equal(here.rows("layers.0")[5], peer.contents("kv")["layers.0"].reshape(8, -1)[3])
-            del here
-            if cycle in (max(20, CYCLES // 10), CYCLES - 1):
+        for number in range(rounds):
+            with contextlib.ExitStack() as stack:
+                everyone = [stack.enter_context(Here(layout, limits=limits)) for _ in range(AT_ONCE)]
+                tickets = [peer.publish("kv", {"full": [3]}, tokens=16) for _ in everyone]
+                transfers = [
+                    here.cache.fetch(ticket, into={"full": [5]}) for here, ticket in zip(everyone, tickets, strict=True)
+                ]
+                for transfer in transfers:
+                    transfer.wait(60)
+                if number in (0, rounds - 1):
+                    source = peer.contents("kv")["layers.0"].reshape(8, -1)[3]
+                    assert all(np.array_equal(here.rows("layers.0")[5], source) for here in everyone)
+            del everyone, transfers
+            if number == rounds - 1 or number % max(1, rounds // 10) == rounds // 10 - 1:
                 gc.collect()
                 cupy.get_default_memory_pool().free_all_blocks()
-                until(lambda: not peer.metrics().peers, 20, "the peer's session closed")
+                until(lambda: not peer.metrics().peers, 20, "the peer's sessions closed")
                 time.sleep(2)  # aborts end in the background
-                first, last = last or (held(), peer.held()), (held(), peer.held())
-                print(f"cycle {cycle}, {time.monotonic() - began:.1f} s: {last}")
+                seen.append((held(), peer.held()))
+                print(f"cycle {(number + 1) * AT_ONCE}, {time.monotonic() - began:.1f} s: {seen[-1]}")
+        first, last = seen[0], seen[-1]
         for before, after in zip(first, last, strict=True):
             grown = {key: after[key] - before[key] for key in before}
             assert grown["descriptors"] <= 4 and grown["threads"] <= 4, grown

@@ -1,14 +1,17 @@
 """Which calls of CUDA wait for a stream that waits at a gate, and which others they hold up meanwhile.
 
-    python tests/gpu/what_waits.py
+    python tests/gpu/what_waits.py [SECONDS]
 
 For each call, alone and beside another one that began a little earlier: seconds until it returned. The gate opens
-HOLD_S after it was closed, so what takes about that long was held up. `kvxfer/cuda/quiet.py` rests on the answers.
+SECONDS (1.2) after it was closed, so what takes about that long was held up. `kvxfer/cuda/quiet.py` rests on the
+answers. Ends with stacks and status 1 where a call never returns: it then keeps what the gate's opening needs.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,10 +23,11 @@ from kvxfer import cuda
 from kvxfer.cuda.gates import Gates
 from kvxfer.cuda.runtime import DeviceMemory, Event, PinnedMemory, PinnedRange, Stream
 
-HOLD_S, LATER_S = 1.2, 0.25
+HOLD_S = 1.2
+FOR_GOOD_S = 30  # after the gate was opened
 MIB = 1 << 20
 FREEING = ("unmap a peer's", "free", "free pinned", "unpin")
-BESIDE = ("launch", "map a peer's", "pin", "allocate")
+BESIDE = ("launch", "map a peer's", "pin", "allocate", "allocate pinned", "make a stream")
 
 
 def lend(pipe: Connection) -> None:
@@ -66,7 +70,7 @@ def calls(handles: list[bytes], stream: Stream, keep: list[object]) -> dict[str,
     }
 
 
-def main() -> None:
+def main(hold_s: float) -> None:
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     context.Process(target=lend, args=(theirs,), daemon=True).start()
@@ -86,13 +90,14 @@ def main() -> None:
             took[name] = f"{time.perf_counter() - began:.3f} s"
 
     for names in [(name,) for name in possible] + [(first, second) for first in FREEING for second in BESIDE]:
+        faulthandler.dump_traceback_later(hold_s + FOR_GOOD_S, exit=True)
         gate, took = gates.take(), {}
         gate.hold(waiting.address)
         threads = [threading.Thread(target=timed, args=(name, took)) for name in names]
         for thread in threads:
             thread.start()
-            time.sleep(LATER_S)
-        time.sleep(HOLD_S - LATER_S * len(names))
+            time.sleep(hold_s / 4)
+        time.sleep(hold_s * (1 - len(names) / 4))
         gate.open()
         for thread in threads:
             thread.join()
@@ -102,4 +107,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(float(sys.argv[1]) if sys.argv[1:] else HOLD_S)
