@@ -43,7 +43,15 @@ from kvxfer.control.messages import (
     Sources,
     Stop,
 )
-from kvxfer.errors import Cancelled, Closed, InvalidRequest, InvalidTicket, KvxferError, PeerGone
+from kvxfer.errors import (
+    Cancelled,
+    Closed,
+    InvalidRequest,
+    InvalidTicket,
+    KvxferError,
+    PeerGone,
+    as_kvxfer_error,
+)
 from kvxfer.kernels import Kernels
 from kvxfer.lease import Lease, LeaseState, LeaseTable, SlotNumbers, table_bytes
 from kvxfer.peers.directory import Directory
@@ -296,6 +304,8 @@ class Node:
                 peer.link.close()
         for backend in self.backends.values():
             backend.close()
+        for cache in self.caches.values():
+            cache.foresight.forget()
         self.kernels.close()
         self.caches.clear()  # a connector that is kept should not keep the caches' memory
 
@@ -579,7 +589,10 @@ class Node:
                 cache.serve_pull(peer, message)
             else:
                 cache.serve_claim(peer, message)
-        except KvxferError as error:
+        except Exception as failure:  # whatever it is, the peer waits to hear
+            error = as_kvxfer_error(failure)
+            if error is not failure:
+                _log.exception("unexpected error while serving %s", peer.identity.name)
             peer.session.send(Refused(transfer=message.transfer, error=type(error).__name__, reason=str(error)))
 
     def when_dead(self, peer: Peer, call: Callable[[], None], settled: Callable[[], bool]) -> None:

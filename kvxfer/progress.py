@@ -137,7 +137,7 @@ class ProgressThread:
         try:
             self.call(function)
         except Closed:
-            _guarded(function)
+            guarded(function)
 
     def call_later(self, delay_s: float, function: Callable[[], None]) -> Timer:
         """Run `function` on this thread after `delay_s` seconds. On this thread only."""
@@ -214,17 +214,17 @@ class ProgressThread:
         if ready.pop(self._wake_fd, None):
             os.eventfd_read(self._wake_fd)
         for _ in range(len(self._calls)):
-            _guarded(self._calls.popleft())
+            guarded(self._calls.popleft())
         for source in ready:
             if source in self._sockets:  # a call may have unwatched it
-                _guarded(self._sockets[source])
+                guarded(self._sockets[source])
         if self._awaited:
             self._look_at_awaited()
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             timer = heapq.heappop(self._timers)[2]
             if timer.call is not None:
-                _guarded(timer.call)
+                guarded(timer.call)
 
     def _look_at_awaited(self) -> None:
         awaited, self._awaited = self._awaited, []
@@ -234,11 +234,11 @@ class ProgressThread:
                 if not poll():
                     self._awaited.append((poll, then))
                     continue
-            except BaseException as failure:  # see _guarded
+            except BaseException as failure:  # see guarded
                 error = failure
             self._pause_s = max(_FIRST_PAUSE_S, self._pause_s / 4)  # the next one often takes as long as this one
             self._seen_at = time.monotonic()
-            _guarded(lambda then=then, error=error: then(error))
+            guarded(lambda then=then, error=error: then(error))
 
     def _timeout_ms(self, pause_s: float) -> float | None:
         if self._calls or self._awaited:
@@ -365,7 +365,7 @@ class MoverPool:
                     self._rest()
                     self._idle -= 1
                 job = self._jobs.popleft()
-            _guarded(job.run)
+            guarded(job.run)
 
     def _rest(self) -> None:
         """Wait to be woken; one thread only for a moment, where calls may come that wake none."""
@@ -417,7 +417,8 @@ def _sleep_precisely() -> None:
     _prctl(_PR_SET_TIMERSLACK, _TIMER_SLACK_NS, 0, 0, 0)
 
 
-def _guarded(call: Callable[[], None]) -> None:
+def guarded(call: Callable[[], None]) -> None:
+    """Make the call; what it raises is logged and ends it alone."""
     try:
         call()
     except BaseException:  # one faulty call, or a callback's sys.exit(), must not stop the thread that serves everyone

@@ -85,7 +85,8 @@ class Session:
         self.said_goodbye = False  # this side did
         self.id = session_id
         self.last_received = self.last_sent = time.monotonic()
-        self.order = threading.Lock()  # messages leave in the order of their numbers
+        self.order = threading.Lock()  # of what is sent
+        self.unsent: collections.deque[bytes] = collections.deque()  # what waits for the progress thread
         self._channel = channel
         self._send_key, self._receive_key = keys
         self._sent = self._received = 0
@@ -265,18 +266,37 @@ class Channel:
         payload = messages.encode(message)
         self._check_size(payload)
         with session.order:
-            line = session.line if session.line is not None and not session.line.closed else None
-            if line is not None:
-                sent = line.send(session.seal(payload))
-            elif self._progress.is_current:
-                sent = self._post(session.socket or self._router, session.route, session.seal(payload))
-            else:
-                self._progress.post(lambda: session.send(message))
-                return
-        if sent:
-            session.last_sent = time.monotonic()
-        else:
+            session.unsent.append(payload)
+            sent = self._send_unsent(session)
+        if not sent:
             self._progress.do(lambda: self.drop(session, PeerGone(f"{session.identity.name} does not take messages")))
+
+    def _send_unsent(self, session: Session) -> bool:
+        """Send what is to be sent, in the order of the calls; where only the progress thread can, it does so soon.
+        False where the peer takes no more. Under the session's lock."""
+        while session.unsent:
+            line = session.line
+            by_line = line is not None and not line.closed
+            if not by_line and not self._progress.is_current:
+                self._progress.post(lambda: self._flush(session))
+                return True
+            payload = session.unsent.popleft()  # first: an interrupt may lose a message, but not send it twice
+            frame = session.seal(payload)
+            if not by_line:
+                sent = self._post(session.socket or self._router, session.route, frame)
+            elif not (sent := line.send(frame)) and line.closed:  # it has come to its end meanwhile
+                session.unsent.appendleft(payload)
+                continue
+            if not sent:
+                return False
+            session.last_sent = time.monotonic()
+        return True
+
+    def _flush(self, session: Session) -> None:
+        with session.order:
+            sent = not session.open or self._send_unsent(session)
+        if not sent:
+            self.drop(session, PeerGone(f"{session.identity.name} does not take messages"))
 
     # --- reading --------------------------------------------------------------------------------------------
 
@@ -420,7 +440,7 @@ class Channel:
             nonce=nonce,
             session=session_id,
             identity=self._listener.identity,
-            line=self._token if self._lines is not None else b"",
+            line=self._token if self._lines is not None and self._lines.takes_in else b"",
         )
         self._post(self._router, route, self._seal_handshake(from_listener, messages.encode(welcome)))
 

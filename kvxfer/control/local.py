@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import hashlib
 import re
 import socket
@@ -20,14 +21,16 @@ import threading
 from collections.abc import Callable
 
 from kvxfer.errors import ResourceExhausted
-from kvxfer.progress import ProgressThread, need_descriptors
+from kvxfer.progress import ProgressThread, guarded, need_descriptors
 
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 18
 _BUFFER_BYTES = 1 << 20  # asked of the kernel, which may give less
 _MAX_WAITING = 1000  # frames that the other side does not take, as ZeroMQ's default
 _MAX_UNHEARD = 64  # frames kept for the long way, should nobody have taken them here
-_MAX_UNKNOWN = 256  # lines that no session has claimed yet
+_MAX_UNKNOWN = 64  # lines that no session has claimed yet
+_CLAIMED_BY_S = 10.0  # from when they are taken in
+_AGAIN_S = 1.0  # until a listener that could take nobody in listens anew
 _BACKLOG = 256
 _LAST_WORDS_S = 0.2  # for what still waits when a line is closed
 
@@ -93,9 +96,9 @@ class Line:
             with contextlib.suppress(OSError):
                 if self._waiting:
                     self._socket.settimeout(_LAST_WORDS_S)
-                    self._socket.sendall(b"".join(self._waiting))
+                    self._socket.sendall(b"".join(self._waiting), socket.MSG_NOSIGNAL)
             self._waiting.clear()
-            self._socket.close()
+            _end(self._socket)
 
     def read(self) -> None:
         """Take what has come, if anything has."""
@@ -113,7 +116,7 @@ class Line:
             self.unheard = None
         for frame in self._whole_frames():
             if not self.closed:
-                self._received(self, frame)
+                guarded(functools.partial(self._received, self, frame))
 
     def _turn(self) -> None:
         with self._lock:
@@ -123,19 +126,22 @@ class Line:
 
     def _push(self) -> None:
         """Hand the kernel what it takes."""
-        while self._waiting:
-            frame = self._waiting[0]
-            try:
-                sent = self._socket.send(frame)
-            except BlockingIOError:
-                return
-            except OSError:  # it has ended, and reading says so
-                self._waiting.clear()
-                return
-            if sent < len(frame):
-                self._waiting[0] = frame[sent:]
-                return
-            self._waiting.popleft()
+        try:
+            while self._waiting:
+                frame = self._waiting[0]
+                sent = self._socket.send(frame, socket.MSG_NOSIGNAL)
+                if sent < len(frame):
+                    self._waiting[0] = frame[sent:]
+                    return
+                self._waiting.popleft()
+        except BlockingIOError:
+            return
+        except OSError:  # it has ended, and reading says so
+            self._waiting.clear()
+        except BaseException:  # an interrupt: how much of a frame has left is not known
+            self._waiting.clear()
+            self._socket.shutdown(socket.SHUT_RDWR)
+            raise
 
     def _watch(self) -> None:
         """Be told when the kernel takes more, where something waits for that."""
@@ -171,18 +177,17 @@ class LineListener:
         self, progress: ProgressThread, address: str, max_bytes: int, received: Received, ended: Ended
     ) -> None:
         """Raises OSError where the address is taken."""
-        self._progress, self._max_bytes = progress, max_bytes
+        self._progress, self._address, self._max_bytes = progress, address, max_bytes
         self._received, self._ended = received, ended
         self._unknown: collections.OrderedDict[Line, None] = collections.OrderedDict()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._socket.setblocking(False)
-            self._socket.bind(address)
-            self._socket.listen(_BACKLOG)
-        except OSError:
-            self._socket.close()
-            raise
-        progress.watch(self._socket, self._accept)
+        self._socket: socket.socket | None = None
+        self._closed = False
+        self._listen()
+
+    @property
+    def takes_in(self) -> bool:
+        """Whether anybody who dials would be taken in."""
+        return self._socket is not None
 
     def known(self, line: Line) -> None:
         """Somebody else sees to the line from now on."""
@@ -190,30 +195,68 @@ class LineListener:
 
     def close(self) -> None:
         """Stop listening, and close the lines that nobody has claimed."""
-        self._progress.unwatch(self._socket)
-        self._socket.close()
+        self._closed = True
+        self._stop()
         for line in list(self._unknown):
-            line.close()
-        self._unknown.clear()
+            self._show_out(line)
+
+    def _listen(self) -> None:
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listening.setblocking(False)
+            listening.bind(self._address)
+            listening.listen(_BACKLOG)
+        except OSError:
+            listening.close()
+            raise
+        self._socket = listening
+        self._progress.watch(listening, self._accept)
+
+    def _listen_again(self) -> None:
+        if not self._closed:
+            try:
+                self._listen()
+            except OSError:
+                self._progress.call_later(_AGAIN_S, self._listen_again)
+
+    def _stop(self) -> None:
+        if self._socket is not None:
+            self._progress.unwatch(self._socket)
+            _end(self._socket)
+            self._socket = None
 
     def _accept(self) -> None:
         try:
             there, _ = self._socket.accept()
         except BlockingIOError:
             return
-        except OSError:  # no descriptor is left: whoever dialled goes the long way
-            self._progress.unwatch(self._socket)
-            self._socket.close()
+        except OSError:  # no descriptor is left: whoever has dialled goes the long way
+            self._stop()
+            self._progress.call_later(_AGAIN_S, self._listen_again)
             return
         line = Line(self._progress, there, self._max_bytes, self._received, self._gone)
         self._unknown[line] = None
         line.read()  # what was sent with it, before others dial
         while len(self._unknown) > _MAX_UNKNOWN:
-            self._unknown.popitem(last=False)[0].close()
+            self._show_out(next(iter(self._unknown)))
+        if line in self._unknown:
+            self._progress.call_later(_CLAIMED_BY_S, lambda: self._show_out(line))
+
+    def _show_out(self, line: Line) -> None:
+        if line in self._unknown:
+            del self._unknown[line]
+            line.close()
 
     def _gone(self, line: Line) -> None:
         self._unknown.pop(line, None)
         self._ended(line)
+
+
+def _end(ends: socket.socket) -> None:
+    """Close a socket for everyone: a forked child may have it, too."""
+    with contextlib.suppress(OSError):
+        ends.shutdown(socket.SHUT_RDWR)
+    ends.close()
 
 
 def dial(progress: ProgressThread, address: str, max_bytes: int, received: Received, ended: Ended) -> Line | None:

@@ -70,12 +70,14 @@ class Gates:
     def take(self) -> Gate:
         """A closed gate."""
         with self._lock:
-            if not self._free:
-                page = PinnedMemory(_PAGE_BYTES, device=self.device)
-                page.array[:] = 0
-                self._pages.append(page)
-                starts = range(page.address, page.address + _PAGE_BYTES, _STRIDE)
-                self._free = [Gate(start, self.device) for start in starts]
+            if self._free:
+                return self._free.pop()
+        page = PinnedMemory(_PAGE_BYTES, device=self.device)  # may take long, and others open gates meanwhile
+        page.array[:] = 0
+        starts = range(page.address, page.address + _PAGE_BYTES, _STRIDE)
+        with self._lock:
+            self._pages.append(page)
+            self._free += [Gate(start, self.device) for start in starts]
             return self._free.pop()
 
     def give_back(self, gate: Gate) -> None:

@@ -39,8 +39,8 @@ def _held() -> Iterator[None]:
         _within = True
         try:
             yield
-            native().hold_gates(len(_waits))
         finally:
+            native().hold_gates(len(_waits))
             _within = False
 
 

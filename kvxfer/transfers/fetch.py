@@ -36,6 +36,7 @@ from kvxfer.peers.directory import Engine
 from kvxfer.peers.remote import Published
 from kvxfer.plan import TransferPlan, check_blocks
 from kvxfer.plan.request import CheckedLists, Request
+from kvxfer.progress import Job
 from kvxfer.ticket import Ticket
 from kvxfer.transfers import moves
 from kvxfer.transfers.choice import Choice
@@ -126,8 +127,11 @@ class Fetch(Transfer):
 
     def _hand_over(self, step: Callable[[], None]) -> None:
         """Have a mover thread take a step, or whoever waits for the transfer before one has come to it."""
+        self._may_run(self._node.pool.submit(lambda: self.attempt(step)))
+
+    def _may_run(self, job: Job) -> None:
+        """Whoever waits for the transfer may run this, before a mover thread has come to it."""
         nbytes = sum(self._cache.block_bytes[name] * count for name, count in self.block_counts().items())
-        job = self._node.pool.submit(lambda: self.attempt(step))
         self.runs_as(job, short=nbytes <= PIECE_BYTES)
 
     def _attempt(self) -> None:
@@ -437,9 +441,11 @@ class Fetch(Transfer):
             for pull in self._pulls:
                 if isinstance(pull, ShelfLeg):
                     self._node.progress.post(pull.start)
-                else:
+                    continue
+                try:
                     pull.start()
-                    self.runs_as(self._node.pool.submit(pull.plan), short=True)
+                finally:  # what was asked is only given back when there has been a plan
+                    self._may_run(self._node.pool.submit(pull.plan))
         for leg in direct:
             self._move_direct(leg)
         if self.hold():

@@ -43,7 +43,7 @@ class PullLeg:
         self._sink: PackedSink | None = None
         self._early: list[Chunks] = []  # told of before the plan was made
         self._leave_line: Callable[[], None] | None = None
-        self._asked = self._writer_ended = False
+        self._asked = self._writer_ended = self._peer_is_gone = False
         self._planning = True
 
     def start(self) -> None:
@@ -58,21 +58,22 @@ class PullLeg:
     def _pull(self, loan: Loan) -> None:
         """Any thread: to wake the progress thread first would take as long as the question's way."""
         gone = not self._peer.session.open  # it told its conversations, while this fetch stood in line
+        if gone:
+            self._fetch.abort(PeerGone(f"{self._peer.identity.name} went away"))
         if gone or self._fetch.done() or self._fetch.stopping:
-            loan.give_back()
             self._let_plan_go()
-            if gone:
-                self._fetch.abort(PeerGone(f"{self._peer.identity.name} went away"))
+            loan.give_back()
             return
         self._loan = loan
         self._peer.conversations[self._id] = self
-        self._asked = True
         self._fetch.waits_for(f"chunks from {self._peer.identity.name}")
         try:
             self._ask(loan)
         except KvxferError as error:  # the layouts of all ranks may be more than a message may have
             self._writer_ended = True
             self._fetch.abort(error)
+        finally:
+            self._asked = True  # not before: a request to stop must not overtake the question
         there = self._peer.session.open and not self._peer.session.lost
         if not self._planning or not there or self._fetch.done() or self._fetch.stopping:
             self._node.progress.do(self._asked_late)
@@ -103,7 +104,7 @@ class PullLeg:
             self.peer_gone(PeerGone(f"{self._peer.identity.name} went away"))
         if self._fetch.done() or self._fetch.stopping:
             self._ask_to_stop()
-            self._give_back()
+            self._give_back()  # where nothing was asked
         self._begin()
 
     def plan(self) -> None:
@@ -116,8 +117,10 @@ class PullLeg:
             if self._cache.device != "cpu" and not self._leg.plan.is_ready("unpack", self._cache.bases):
                 self._leg.plan.get_ready("unpack", self._cache.bases)
 
-        self._fetch.attempt(plan)
-        self._node.progress.post(self._planned)
+        try:
+            self._fetch.attempt(plan)
+        finally:
+            self._node.progress.post(self._planned)
 
     def _planned(self) -> None:
         self._planning = False
@@ -160,6 +163,7 @@ class PullLeg:
             raise BackendError(f"{self._peer.identity.name} tells of more chunks than it was lent staging for")
 
     def handle(self, message: Message) -> None:
+        self._begin()  # where the answer is here before whoever asked goes on
         try:
             if isinstance(message, Chunks):
                 self._take(message)
@@ -176,6 +180,9 @@ class PullLeg:
             self._fetch.abort(error)
 
     def peer_gone(self, reason: PeerGone) -> None:
+        if self._peer_is_gone:
+            return
+        self._peer_is_gone = True
         self._fetch.abort(reason)
         self._node.when_dead(self._peer, self._writer_is_dead, settled=lambda: self._loan is None)
 
@@ -183,7 +190,7 @@ class PullLeg:
         """The fetch was aborted: have the publisher stop writing into the staging."""
         if self._asked:
             self._ask_to_stop()
-        elif self._leave_line is not None:
+        elif self._leave_line is not None and self._loan is None:
             self._leave_line()
             self._let_plan_go()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ class StagingRing:
         self._unit = unit_bytes
         self._free = [(0, memory.nbytes // unit_bytes)]  # runs of units: first and end, in order, never touching
         self._waiting: collections.deque[tuple[int, int, Callable[[Loan], None], object]] = collections.deque()
+        self._lends = False  # whether some thread is granting
         self._lock = threading.Lock()
 
     def borrow(self, slot_bytes: int, slots: int, granted: Callable[[Loan], None]) -> object:
@@ -135,16 +137,31 @@ class StagingRing:
         return max(1, -(-nbytes // self._unit)) * self._unit
 
     def _lend(self) -> None:
-        while True:
+        """Grant what can be granted. One thread at a time, and not from within: who is granted staging may give it back
+        at once, and a long line of such would be as many calls within each other."""
+        with self._lock:
+            if self._lends:
+                return  # it looks again before it stops
+            self._lends = True
+        try:
+            while (grant := self._next_grant()) is not None:
+                grant()
+        except BaseException:
             with self._lock:
-                if not self._waiting:
-                    return
+                self._lends = False
+            raise
+
+    def _next_grant(self) -> Callable[[], None] | None:
+        with self._lock:
+            loan = None
+            if self._waiting:
                 size, slots, granted, _ = self._waiting[0]
                 loan = self._find(size, slots)
-                if loan is None:
-                    return
-                self._waiting.popleft()
-            granted(loan)
+            if loan is None:
+                self._lends = False
+                return None
+            self._waiting.popleft()
+        return functools.partial(granted, loan)
 
     def _find(self, slot_bytes: int, slots: int) -> Loan | None:
         """The first run of free units that holds the most slots, down to one."""
@@ -152,9 +169,7 @@ class StagingRing:
         most = min(slots, max((end - first for first, end in self._free), default=0) // units)
         if not most:
             return None
-        at, (first, end) = next(
-            (at, run) for at, run in enumerate(self._free) if run[1] - run[0] >= most * units
-        )
+        at, (first, end) = next((at, run) for at, run in enumerate(self._free) if run[1] - run[0] >= most * units)
         taken = first + most * units
         self._free[at : at + 1] = [(taken, end)] if taken < end else []
         return Loan(ring=self, offset=first * self._unit, slot_bytes=slot_bytes, slots=most)

@@ -222,3 +222,24 @@ def test_a_session_that_ended_without_goodbye_gets_none(here):
         both.say_something()
         time.sleep(0.3)
         assert both.ours.open and not both.ours.said_bye
+
+
+def test_messages_of_several_threads_leave_in_the_order_of_the_calls(here):
+    """Also without a line, where only the progress thread can send."""
+    with Tapped(here) as both:
+        node, before = both.nodes[1], len(both.tap.dialled)
+        inside, go = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            inside.set()
+            assert go.wait(10)
+            both.ours.send(messages.Notice(payload=b"2"))
+
+        seen: list[bytes] = []
+        both.prefill.connector.on_notice(lambda endpoint, payload: seen.append(payload))
+        node.progress.call(hold)
+        assert inside.wait(10)
+        both.ours.send(messages.Notice(payload=b"1"))  # posted, behind what the progress thread is about to send
+        go.set()
+        until(lambda: len(seen) == 2)
+        assert seen == [b"1", b"2"] and len(both.tap.dialled) >= before + 2

@@ -58,7 +58,7 @@ def test_through_something_that_passes_messages_on_there_is_none(here):
         decode = here("decode", **PACKED)
         assert decode.fetch_now(prefill.publish([1]), [1]) == "packed"
         assert [session.line for session in (*sessions(decode), *sessions(prefill))] == [None, None]
-        assert len(tap.dialled) > 3
+        assert len(tap.dialled) >= 3
     finally:
         prefill.close()
         tap.close()

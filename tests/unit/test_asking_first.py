@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ from kvxfer import CacheLayout, errors
 from kvxfer.control.messages import Chunks, Placed
 from kvxfer.layout import Group, Plane, Record, Region, Slice
 from kvxfer.transfers.fetch import Fetch
-from kvxfer.transfers.pull import PullLeg
+from kvxfer.transfers.pull import PullLeg, Serve
 from tests.processes import until
 
 BLOCKS = 64
@@ -47,6 +49,13 @@ class Pair:
     @property
     def lent_bytes(self) -> int:
         return self.connectors[1]._node.ring("staging").lent_bytes
+
+
+@pytest.fixture(params=["over a line", "over ZeroMQ"])
+def any_pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    if request.param == "over ZeroMQ":
+        monkeypatch.setattr("kvxfer.control.local.dial", lambda *_: None)
+    return request.getfixturevalue("pair")
 
 
 @pytest.fixture
@@ -156,6 +165,105 @@ def test_a_fetch_that_ends_as_its_plan_is_made_gives_its_staging_back(pair, monk
     assert not pair.connectors[1]._node.directory.peers or not any(
         peer.conversations for peer in pair.connectors[1]._node.directory.peers.values()
     )
+
+
+def conversations(pair: Pair) -> int:
+    """Of both sides."""
+    nodes = [connector._node for connector in pair.connectors]
+    return sum(len(peer.conversations) for node in nodes for peer in node.directory.peers.values())
+
+
+def test_a_request_to_stop_never_overtakes_the_question(any_pair, monkeypatch):
+    """Else the publisher, which knows of nothing to stop, would begin to pack into staging that is somebody else's."""
+    inside, go, ask = threading.Event(), threading.Event(), PullLeg._ask
+
+    def slowly(leg: PullLeg, loan: object) -> None:
+        inside.set()
+        assert go.wait(10)
+        ask(leg, loan)
+
+    pair = any_pair
+    monkeypatch.setattr(PullLeg, "_ask", slowly)
+    fetches: list[Fetch] = []
+    caller = threading.Thread(target=lambda: fetches.append(pair.fetch()))
+    caller.start()
+    assert inside.wait(10)
+    node = pair.connectors[1]._node
+    for transfer in list(node.active):
+        transfer.cancel()
+    time.sleep(0.1)  # the progress thread could have said so by now
+    go.set()
+    caller.join()
+    with pytest.raises(errors.Cancelled):
+        fetches[0].wait()
+    until(lambda: pair.lent_bytes == 0 and not conversations(pair), what="both sides to have forgotten it")
+    monkeypatch.setattr(PullLeg, "_ask", ask)
+    pair.fetch().wait()
+    pair.check()
+
+
+def test_cancels_and_questions_from_many_threads_leave_nothing(any_pair):
+    """Whatever comes first."""
+    pair = any_pair
+    before, ends, unexpected = sys.getswitchinterval(), time.monotonic() + 4, []
+    sys.setswitchinterval(1e-5)
+
+    def fetch_and_cancel(seed: int) -> None:
+        dice = random.Random(seed)
+        while time.monotonic() < ends:
+            fetch = pair.fetch()
+            if dice.random() < 0.7:
+                time.sleep(dice.random() * 1e-3)
+                fetch.cancel()
+            try:
+                fetch.wait(20)
+            except errors.Cancelled:
+                pass
+            except Exception as error:
+                unexpected.append(error)
+
+    threads = [threading.Thread(target=fetch_and_cancel, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(before)
+    assert not unexpected
+    until(lambda: pair.lent_bytes == 0 and not conversations(pair), what="both sides to have forgotten all")
+    pair.fetch().wait()
+    pair.check()
+
+
+def test_an_interrupt_while_whoever_waits_makes_the_plan_gives_the_staging_back(pair, monkeypatch):
+    caller, tried = threading.current_thread(), []
+
+    def interrupted(fetch: Fetch, leg: object) -> None:
+        tried.append(threading.current_thread())
+        raise KeyboardInterrupt
+
+    pool = pair.connectors[1]._node.pool
+    with monkeypatch.context() as patch:
+        patch.setattr(Fetch, "plan_late", interrupted)
+        patch.setattr(pool._ready, "notify", lambda: None)  # only whoever waits comes to it
+        fetch = pair.fetch()
+        with pytest.raises(KeyboardInterrupt):
+            fetch.wait()
+    assert tried == [caller] and fetch.done()
+    until(lambda: pair.lent_bytes == 0 and not conversations(pair), what="both sides to have forgotten it")
+    pair.fetch().wait()
+    pair.check()
+
+
+def test_a_long_line_for_staging_ends_when_the_publisher_goes(pair, monkeypatch):
+    """Each that is granted staging gives it back at once, to the next."""
+    monkeypatch.setattr(Serve, "start", lambda serve: None)
+    fetches = [pair.fetch() for _ in range(1200)]
+    until(lambda: pair.connectors[1]._node.ring("staging").waiting > 1000, what="a line")
+    pair.connectors[0].close()
+    for fetch in fetches:
+        with pytest.raises(errors.KvxferError):
+            fetch.wait()
+    until(lambda: pair.lent_bytes == 0, what="the staging to come back")
 
 
 UNIT = 4096

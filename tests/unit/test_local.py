@@ -48,6 +48,12 @@ class Ends:
     def dial(self, received: Callable = lambda line, frame: None) -> local.Line | None:
         return self.on(lambda: local.dial(self.progress, self.address, MOST, received, self.ended.append))
 
+    def hello(self) -> local.Line:
+        """A line on which something was said at once. On the progress thread."""
+        line = local.dial(self.progress, self.address, MOST, lambda line, frame: None, self.ended.append)
+        assert line.send(b"hello")
+        return line
+
     def raw(self) -> socket.socket:
         """Whoever knows the address."""
         there = socket.socket(socket.AF_UNIX)
@@ -185,3 +191,59 @@ def test_too_many_are_not_kept(ends):
     for number in range(local._MAX_UNHEARD + 1):
         line.send(bytes([number]))
     assert line.unheard is None
+
+
+def test_what_a_frame_leads_to_costs_no_other_frame(ends):
+    """Even where a user's callback raises."""
+
+    def fail(line: local.Line, frame: bytes) -> None:
+        if frame == b"5":
+            raise RuntimeError("a callback of the engine's")
+
+    ends.answers = fail
+    there = ends.raw()
+    there.sendall(b"".join(struct.pack("<I", 1) + b"%d" % number for number in range(10)))
+    until(lambda: len(ends.frames) == 10)
+    there.close()
+
+
+def test_a_listener_that_could_not_take_in_listens_anew(ends, monkeypatch):
+    def fail(*_: object) -> None:
+        raise OSError(24, "too many open files")
+
+    monkeypatch.setattr(local, "_AGAIN_S", 0.3)
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "accept", fail)
+        line = ends.on(ends.hello)
+        until(lambda: ends.ended == [line] and not ends.listener.takes_in)
+        assert line.unheard == [b"hello"] and ends.dial() is None
+    until(lambda: ends.listener.takes_in)
+    ends.dial().send(b"again")
+    until(lambda: ends.frames == [b"again"])
+
+
+def test_a_forked_child_keeps_no_listener_alive(ends):
+    child = os.fork()
+    if child == 0:
+        time.sleep(30)
+        os._exit(0)
+    ends.on(ends.listener.close)
+    try:
+        assert ends.dial() is None
+        with pytest.raises(ConnectionRefusedError):
+            ends.raw()
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+
+
+def test_who_claims_nothing_in_time_is_shown_out(ends, monkeypatch):
+    monkeypatch.setattr(local, "_CLAIMED_BY_S", 0.2)
+    there, mine = ends.raw(), ends.dial()
+    mine.send(b"claimed")
+    there.sendall(b"\x05")
+    assert there.recv(1) == b""
+    time.sleep(0.3)
+    assert mine.send(b"still here")
+    until(lambda: len(ends.frames) == 2)
+    there.close()
