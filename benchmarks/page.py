@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+import bench_messages
 import latency
 import tables
 
@@ -183,6 +184,33 @@ def cuda_formats() -> str:
     return (
         tables.markdown(["wire format", "cache", *ways], body) + f"\n\nCeilings, TB/s: {best}.\n\n{_where(environment)}"
     )
+
+
+def bare() -> str:
+    """NVFP4's kernels beside their loads and stores alone."""
+    environment, results = load("h200/cuda_formats.json")
+    rates = {(r.get("wire", ""), r["what"]): r for r in results if "tb_s" in r}
+    pairs = {
+        "pack": ("ceiling: 16 bits read for 4.5 written", ("nvfp4", "pack")),
+        "unpack": ("ceiling: 4.5 bits read for 16 written", ("nvfp4", "unpack")),
+    }
+
+    def cell(row: dict) -> str:
+        low, high = (row["nbytes"] / row["timing"][end] / 1e12 for end in ("high_s", "low_s"))
+        return f"{row['tb_s']:.2f} ({low:.2f} to {high:.2f})"
+
+    body = [
+        [what, cell(rates["", ceiling]), cell(rates[ours]), f"{rates[ours]['tb_s'] / rates['', ceiling]['tb_s']:.2f}"]
+        for what, (ceiling, ours) in pairs.items()
+    ]
+    head = ["TB/s of bf16: median (quartiles)", "loads and stores alone", "the kernel", "of it"]
+    return f"{tables.markdown(head, body)}\n\n{_where(environment)}"
+
+
+def messages() -> str:
+    """Round trips between two processes of a host."""
+    environment, results = load("h200/messages.json")
+    return f"{bench_messages.table(results)}\n\n{_where(environment)}"
 
 
 def cuda_ipc() -> str:
@@ -503,6 +531,8 @@ def main() -> None:
     made = {
         "gpu": gpu,
         "counters": counters,
+        "bare": bare,
+        "messages": messages,
         "nccl": nccl,
         "vllm-handoff": vllm_handoff,
         "vllm-tokens": vllm_tokens,

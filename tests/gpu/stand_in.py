@@ -14,6 +14,7 @@ import itertools
 import os
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,7 +67,7 @@ class Device(types.ModuleType):
         for name in (
             "enable_peer_access", "pin", "unpin", "destroy_stream", "synchronise_stream",
             "wait_for_event", "destroy_event", "record_event", "synchronise_event", "load_report_kernel",
-            "stream_wait_word", "close_memory", "copy_bytes_batch",
+            "stream_wait_word", "copy_bytes_batch",
         ):  # fmt: skip
             setattr(self, name, lambda *_: 0)
         for name in ("create_stream", "create_event"):
@@ -130,6 +131,10 @@ class Device(types.ModuleType):
         self._opened[mapping.address] = mapping
         return 0, mapping.address
 
+    def close_memory(self, device: int, address: int) -> int:
+        del self._opened[address]
+        return 0
+
     # --- work -----------------------------------------------------------------------------------------------
 
     def launch_moves(self, device: int, direction: int, ranges: list, stream: int, max_sms: int) -> int:
@@ -188,6 +193,7 @@ class DeviceArray:
 
     def __init__(self, values: np.ndarray) -> None:
         self.address = native().allocate(0, values.nbytes)[1]
+        weakref.finalize(self, native().release, 0, self.address)
         self.bytes = native()._memory[self.address]
         self.bytes[: values.nbytes] = values
         self.device = types.SimpleNamespace(id=0)
