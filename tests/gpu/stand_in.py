@@ -14,7 +14,6 @@ import itertools
 import os
 import sys
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -193,7 +192,6 @@ class DeviceArray:
 
     def __init__(self, values: np.ndarray) -> None:
         self.address = native().allocate(0, values.nbytes)[1]
-        weakref.finalize(self, native()._memory.pop, self.address, None)
         self.bytes = native()._memory[self.address]
         self.bytes[: values.nbytes] = values
         self.device = types.SimpleNamespace(id=0)
