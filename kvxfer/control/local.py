@@ -140,7 +140,8 @@ class Line:
             self._waiting.clear()
         except BaseException:  # an interrupt: how much of a frame has left is not known
             self._waiting.clear()
-            self._socket.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
             raise
 
     def _watch(self) -> None:
