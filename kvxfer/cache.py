@@ -152,13 +152,13 @@ class Cache:
         with self._slot_of(signed, numbered_here=ticket is None):
             lease = Lease(signed, lists, time.monotonic() + ttl_s, node)
             node.publish(lease, record, write_ready)
-        self.foresight.published(self, lease)
-        if ahead is not None:
-            try:
+        try:
+            self.foresight.published(self, lease)
+            if ahead is not None:
                 shelf.pack_ahead(node, self, lease, ahead, after)
-            except BaseException:
-                lease.release()  # whoever called learns of no lease
-                raise
+        except BaseException:
+            lease.release()  # whoever called learns of no lease
+            raise
         return lease
 
     def fetch(

@@ -593,7 +593,8 @@ class Node:
             error = as_kvxfer_error(failure)
             if error is not failure:
                 _log.exception("unexpected error while serving %s", peer.identity.name)
-            peer.session.send(Refused(transfer=message.transfer, error=type(error).__name__, reason=str(error)))
+            if message.transfer not in peer.conversations:  # else there will be word of how that one ends
+                peer.session.send(Refused(transfer=message.transfer, error=type(error).__name__, reason=str(error)))
 
     def when_dead(self, peer: Peer, call: Callable[[], None], settled: Callable[[], bool]) -> None:
         """Run `call` once the peer is known to write nothing more: it said goodbye, or its process has ended.

@@ -10,6 +10,7 @@ Imports pyzmq (for its poller) and nothing of kvxfer but errors.
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import heapq
 import itertools
@@ -19,7 +20,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import zmq
 
@@ -255,9 +255,10 @@ class ProgressThread:
 class Job:
     """A call that runs exactly once, on whichever thread claims it first."""
 
-    __slots__ = ("_call", "_lock")
+    __slots__ = ("_call", "_lock", "runner")
 
     def __init__(self, call: Callable[[], None]) -> None:
+        self.runner = 0  # the thread that has claimed it, as `threading.get_ident` names it
         self._call: Callable[[], None] | None = call
         self._lock = threading.Lock()
 
@@ -266,6 +267,7 @@ class Job:
         with self._lock:
             call, self._call = self._call, None
         if call is not None:
+            self.runner = threading.get_ident()
             call()
         return call is not None
 
@@ -276,20 +278,21 @@ class MoverPool:
     def __init__(self, name: str, threads: int) -> None:
         self._name, self._number = name, threads
         self._jobs: collections.deque[Job] = collections.deque()
-        self._ready = threading.Condition()
+        self._lock = threading.Lock()  # taken itself: an interrupt within a condition's own methods leaves it locked
+        self._ready = threading.Condition(self._lock)
         self._closing = False
         self._threads: set[threading.Thread] = set()
         self._idle = self._away = 0
         self._attentive, self._attentive_until = False, 0.0  # whether a thread looks for calls by itself, and how long
         self._names = itertools.count()
-        with self._ready:
+        with self._lock:
             for _ in range(threads):
                 self._start()
 
     def submit(self, call: Callable[[], None]) -> Job:
         """Queue a call. From any thread. After `close` the job is never run by the pool."""
         job = Job(call)
-        with self._ready:
+        with self._lock:
             self._jobs.append(job)
             self._stand_in()
             self._ready.notify()
@@ -302,7 +305,7 @@ class MoverPool:
         thread looks for them by itself, every few milliseconds, and is woken for the first one after a pause only, or
         by `hurry`. From any thread.
         """
-        with self._ready:
+        with self._lock:
             self._jobs.append(Job(call))
             self._stand_in()
             self._attentive_until = time.monotonic() + _ATTENTIVE_S
@@ -311,7 +314,7 @@ class MoverPool:
 
     def hurry(self) -> None:
         """Somebody depends on what is watched: look now."""
-        with self._ready:
+        with self._lock:
             self._ready.notify()
 
     @property
@@ -321,7 +324,7 @@ class MoverPool:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Finish the queued jobs and end the threads; idempotent."""
-        with self._ready:
+        with self._lock:
             self._closing = True
             self._ready.notify_all()
             threads = set(self._threads)
@@ -331,32 +334,37 @@ class MoverPool:
 
     def leave(self) -> None:
         """The calling thread, one of the pool's, is about to wait for a peer. Pair with `come_back`."""
-        with self._ready:
+        with self._lock:
             self._away += 1
             self._stand_in()
 
     def come_back(self) -> None:
         """It goes on."""
-        with self._ready:
+        with self._lock:
             self._away -= 1
 
     def _stand_in(self) -> None:
         """Start a thread where there are jobs, all others wait for peers, and there are not too many of these."""
         working = len(self._threads) - self._away
         if self._jobs and not self._idle and working < self._number and self._away <= _MAX_AWAY and not self._closing:
-            self._start()
+            with contextlib.suppress(RuntimeError):  # no more threads: the jobs wait for one of those that there are
+                self._start()
 
     def _start(self) -> None:
         name = f"kvxfer-mover-{self._name}-{next(self._names)}"
         thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._threads.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:
+            self._threads.discard(thread)
+            raise
 
     def _run(self) -> None:
         _sleep_precisely()
         _mine.pool = self
         while True:
-            with self._ready:
+            with self._lock:
                 while not self._jobs:
                     if self._closing or len(self._threads) - self._away > self._number:
                         self._threads.discard(threading.current_thread())
@@ -377,7 +385,7 @@ class MoverPool:
         self._attentive = False
 
 
-@contextmanager
+@contextlib.contextmanager
 def waiting_for_a_peer() -> Iterator[None]:
     """Around a wait whose length a peer decides: on a mover thread, another one takes the jobs meanwhile."""
     pool: MoverPool | None = getattr(_mine, "pool", None)

@@ -548,6 +548,11 @@ class Fetch(Transfer):
         """The transfer has ended: what it used of its peers may be unmapped, even if the engine keeps the handle."""
         self._engine, self._legs, self._after = None, [], None
 
+    def job_was_interrupted(self) -> None:
+        for pull in self._pulls:
+            if isinstance(pull, PullLeg):
+                self._node.progress.post(pull.planned)
+
     def _stop_pulls(self) -> None:
         for pull in self._pulls:
             pull.stop()

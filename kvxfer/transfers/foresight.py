@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -38,12 +39,14 @@ class Foresight:
         self._join: PackedJoin | None = None  # of the next one, as it seems
         self._unused = 0  # plans in a row that nobody has asked for
         self._made: collections.OrderedDict[Lease, _Made] = collections.OrderedDict()
+        self._asked: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._lock = threading.Lock()
 
     def asked(self, lease: Lease, join: PackedJoin, counts: Mapping[str, int]) -> Any | None:
         """A peer asks for a lease's blocks: the prepared plan, if it was made, which is the caller's from now on."""
         whole = counts == _all_blocks(join, lease.ticket.tokens)
         with self._lock:
+            self._asked.add(lease)
             self._join = join if whole and self._last is join else None
             self._last = join if whole else None
             for_join, for_counts, plan = self._made.get(lease, (None, {}, None))
@@ -85,7 +88,13 @@ class Foresight:
         except KvxferError:  # whoever asks is told what is wrong
             return
         with self._lock:
-            self._made[lease] = join, counts, plan
+            wanted = lease not in self._asked
+            if wanted:
+                self._made[lease] = join, counts, plan
+        if not wanted:  # the question came sooner
+            plan.let_go()
+            return
+        lease.add_done_callback(lambda _: self.forget(_MOST))
 
 
 def _all_blocks(join: PackedJoin, tokens: int) -> dict[str, int]:

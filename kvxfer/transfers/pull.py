@@ -8,13 +8,23 @@ Imports packed, match, node and the messages.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvxfer.control.messages import Chunks, Credit, Ended, Message, Pull, Refused, Stop
-from kvxfer.errors import BackendError, Cancelled, InvalidRequest, InvalidTicket, KvxferError, PeerGone, rebuild
+from kvxfer.errors import (
+    BackendError,
+    Cancelled,
+    InvalidRequest,
+    InvalidTicket,
+    KvxferError,
+    PeerGone,
+    as_kvxfer_error,
+    rebuild,
+)
 from kvxfer.formats import PackedJoin, join_packed
 from kvxfer.lease import Lease
 from kvxfer.node import Node, new_transfer_id
@@ -45,6 +55,7 @@ class PullLeg:
         self._leave_line: Callable[[], None] | None = None
         self._asked = self._writer_ended = self._peer_is_gone = False
         self._planning = True
+        self._may_plan = threading.Lock()  # taken, for good, by whoever plans, or sees to it that nobody does
 
     def start(self) -> None:
         """Ask for chunks, once there is staging for them. Any thread."""
@@ -56,7 +67,23 @@ class PullLeg:
             self._fetch.abort(error)
 
     def _pull(self, loan: Loan) -> None:
-        """Any thread: to wake the progress thread first would take as long as the question's way."""
+        """Any thread: to wake the progress thread first would take as long as the question's way. That may be the
+        thread of another fetch, which gives staging back: whatever goes wrong here ends this one."""
+        late = True
+        try:
+            self._ask_with(loan)
+            there = self._peer.session.open and not self._peer.session.lost
+            late = not self._planning or not there or self._fetch.done() or self._fetch.stopping
+        except BaseException as error:
+            self._fetch.abort(as_kvxfer_error(error))
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._asked = True  # not before: a request to stop must not overtake the question
+            if late:
+                self._node.progress.do(self._asked_late)
+
+    def _ask_with(self, loan: Loan) -> None:
         gone = not self._peer.session.open  # it told its conversations, while this fetch stood in line
         if gone:
             self._fetch.abort(PeerGone(f"{self._peer.identity.name} went away"))
@@ -69,14 +96,9 @@ class PullLeg:
         self._fetch.waits_for(f"chunks from {self._peer.identity.name}")
         try:
             self._ask(loan)
-        except KvxferError as error:  # the layouts of all ranks may be more than a message may have
+        except KvxferError:  # the layouts of all ranks may be more than a message may have
             self._writer_ended = True
-            self._fetch.abort(error)
-        finally:
-            self._asked = True  # not before: a request to stop must not overtake the question
-        there = self._peer.session.open and not self._peer.session.lost
-        if not self._planning or not there or self._fetch.done() or self._fetch.stopping:
-            self._node.progress.do(self._asked_late)
+            raise
 
     def _ask(self, loan: Loan) -> None:
         session, together = self._peer.session, self._leg.source.together
@@ -108,7 +130,7 @@ class PullLeg:
         self._begin()
 
     def plan(self) -> None:
-        """Do what the first chunk needs: to be called once, on any thread but this one's."""
+        """Do what the first chunk needs: once, on any thread but this one's."""
 
         def plan() -> None:
             if self._fetch.done() or self._fetch.stopping:
@@ -118,12 +140,16 @@ class PullLeg:
                 self._leg.plan.get_ready("unpack", self._cache.bases)
 
         try:
-            self._fetch.attempt(plan)
+            if self._may_plan.acquire(blocking=False):
+                self._fetch.attempt(plan)
         finally:
-            self._node.progress.post(self._planned)
+            self._node.progress.post(self.planned)
 
-    def _planned(self) -> None:
+    def planned(self) -> None:
+        """Nobody plans any more. Idempotent."""
         self._planning = False
+        if self._leg.plan is None:  # whoever was to make it was interrupted, or the fetch has ended
+            self._fetch.abort(BackendError("the plan of the fetch was not made"))
         self._begin()
         self._give_back()  # where the writer has ended by now, and nothing is left to be scattered
         if self._loan is None and (self._fetch.done() or self._fetch.stopping):
@@ -188,11 +214,14 @@ class PullLeg:
 
     def stop(self) -> None:
         """The fetch was aborted: have the publisher stop writing into the staging."""
+        if self._may_plan.acquire(blocking=False):
+            self._planning = False
         if self._asked:
             self._ask_to_stop()
         elif self._leave_line is not None and self._loan is None:
             self._leave_line()
             self._let_plan_go()
+        self._give_back()  # where only the plan was waited for
 
     def _ask_to_stop(self) -> None:
         """Say it until it is answered: the word or its answer may be lost with a connection."""
@@ -236,12 +265,19 @@ class Serve:
         if plan is None:
             plan = cache.prepare_packed(joined.plan(lease.lists, pull.blocks, tokens=lease.ticket.tokens))
         self._peer, self._pull = peer, pull
-        self._source = PackedSource(node, peer, pull.transfer, [plan], cache, pull.offer, written=self._written)
+        try:
+            self._source = PackedSource(node, peer, pull.transfer, [plan], cache, pull.offer, written=self._written)
+        except BaseException:
+            plan.let_go()
+            raise
 
     def start(self) -> None:
-        """Begin to pack."""
+        """Begin to pack. From here on the peer is told `Ended`, and that only when nothing is written any more."""
         self._peer.conversations[self._pull.transfer] = self
-        self._source.queue_stage(0)
+        try:
+            self._source.queue_stage(0)
+        except Exception as failure:
+            self._source.stop(as_kvxfer_error(failure))
 
     def handle(self, message: Message) -> None:
         try:

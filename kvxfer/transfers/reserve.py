@@ -65,7 +65,7 @@ class Reservation(Transfer):
         peer.conversations[message.transfer] = receive
         try:
             receive.grant(remote, self._lists)
-        except KvxferError:
+        except BaseException:
             self.claimed = False
             del peer.conversations[message.transfer]
             raise

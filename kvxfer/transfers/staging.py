@@ -138,18 +138,24 @@ class StagingRing:
 
     def _lend(self) -> None:
         """Grant what can be granted. One thread at a time, and not from within: who is granted staging may give it back
-        at once, and a long line of such would be as many calls within each other."""
-        with self._lock:
-            if self._lends:
-                return  # it looks again before it stops
-            self._lends = True
-        try:
-            while (grant := self._next_grant()) is not None:
+        at once, and a long line of such would be as many calls within each other. What goes wrong for one is raised
+        when all others were looked at."""
+        mine, failure = False, None
+        while True:
+            try:
+                if not mine:
+                    with self._lock:
+                        if self._lends:
+                            return  # who lends looks again before it stops
+                        self._lends = mine = True
+                grant = self._next_grant()
+                if grant is None:
+                    break
                 grant()
-        except BaseException:
-            with self._lock:
-                self._lends = False
-            raise
+            except BaseException as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def _next_grant(self) -> Callable[[], None] | None:
         with self._lock:

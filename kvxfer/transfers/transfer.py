@@ -109,7 +109,7 @@ class Transfer:
         self._moved_bytes = 0
         self._started = time.monotonic()
         self._stop_call: Callable[[], None] = lambda: None
-        self._gates = gates
+        self._gates, self._holding = gates, 0  # `wait_on` calls under way
         self._gate: Gate | None = gates.take() if gates is not None else None  # open once the bytes are in place
 
     # --- what a user calls ----------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class Transfer:
         if self._progress.is_current:
             raise InvalidRequest("wait() was called on the progress thread (in a callback), which it would block")
         if self._job is not None and (timeout_s is None or self._job_is_short):
-            self._job.run()
+            self._run_job(self._job)
         if timeout_s is None:
             timeout_s = max(0.0, self.remaining_s) + _DRAIN_S
         elif timeout_s != 0:
@@ -235,9 +235,17 @@ class Transfer:
             raise InvalidRequest("wait_on needs a cache in GPU memory; for a cache in host memory use wait()")
         self.arm()
         with self._lock:
-            if self._gate is not None:  # else it has ended
-                self._gates.open_by(self._gate, self._started + self._timeout_s + _DRAIN_S)
-                self._gate.hold(stream)
+            gate = self._gate
+            if gate is None:  # it has ended
+                return
+            self._gates.open_by(gate, self._started + self._timeout_s + _DRAIN_S)
+            self._holding += 1
+        try:
+            gate.hold(stream)  # which CUDA may hold up until some gate opens: for that others need the lock
+        finally:
+            with self._lock:
+                self._holding -= 1
+            self._let_gate_go()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._what}: {self._state.value}>"
@@ -356,6 +364,24 @@ class Transfer:
         """What a device may open when the last byte is written; None without a GPU, and once the transfer has ended."""
         return self._gate
 
+    def _run_job(self, job: Job) -> None:
+        """What a waiting thread runs, which may be interrupted at any point, also in what cleans up."""
+        try:
+            job.run()
+        except BaseException:
+            if job.runner == threading.get_ident():
+                self.job_was_interrupted()
+            raise
+
+    def job_was_interrupted(self) -> None:
+        """The thread that ran the job has left it, perhaps without having said so."""
+
+    def _let_gate_go(self) -> None:
+        with self._lock:
+            if self._gate is not None and self._state in ENDED and not self._holding:  # nobody opens it any more
+                self._gates.give_back(self._gate)
+                self._gate = None
+
     def open_gate(self) -> None:
         """Every byte is in place: let streams pass that wait for it. The verdict may still be to come."""
         with self._lock:
@@ -409,10 +435,8 @@ class Transfer:
 
     def _announce(self) -> None:
         self.open_gate()
+        self._let_gate_go()
         with self._lock:
-            if self._gate is not None and self._state in ENDED:  # nobody opens it any more
-                self._gates.give_back(self._gate)
-                self._gate = None
             timer, self._timer = self._timer, None
             callbacks, self._callbacks = self._callbacks, []
             endings, self._endings = self._endings, []
