@@ -301,6 +301,31 @@ def test_a_stream_that_waits_is_let_go_by_the_device(two):
     assert gate.value > 1  # it was given back, which is done with open gates only
 
 
+def test_a_wait_that_cuda_holds_up_keeps_no_lock_of_the_transfer(two):
+    """It may be held up until some gate opens, and what opens that needs the transfers' locks. The gate is given back
+    when the wait is through."""
+    inside, go = threading.Event(), threading.Event()
+
+    def held_up(*_: object) -> int:
+        inside.set()
+        assert go.wait(10)
+        return 0
+
+    two.device.late = []
+    transfer = two.decode.fetch(two.prefill.publish())
+    two.device.stream_wait_word = held_up
+    gate, value = transfer.gate, transfer.gate.value
+    waits = threading.Thread(target=transfer.wait_on, args=(7,))
+    waits.start()
+    assert inside.wait(10)
+    two.device.catch_up()
+    assert transfer.wait(10).way == "mapped"
+    assert gate.is_open() and gate.value == value and transfer.gate is gate
+    go.set()
+    waits.join()
+    assert gate.value > value and transfer.gate is None
+
+
 def test_what_is_wrong_is_said_as_ever(two):
     lease = two.prefill.publish()
     for into, message in (([99] * BLOCKS, "block ids are 0 to"), ([1] * BLOCKS, "more than once"), (IDS * 2, "lie in")):

@@ -16,6 +16,7 @@ from kvxfer import CacheLayout, errors
 from kvxfer.control.messages import Chunks, Placed
 from kvxfer.layout import Group, Plane, Record, Region, Slice
 from kvxfer.transfers.fetch import Fetch
+from kvxfer.transfers.packed import PackedSource
 from kvxfer.transfers.pull import PullLeg, Serve
 from tests.processes import until
 
@@ -252,6 +253,33 @@ def test_an_interrupt_while_whoever_waits_makes_the_plan_gives_the_staging_back(
     until(lambda: pair.lent_bytes == 0 and not conversations(pair), what="both sides to have forgotten it")
     pair.fetch().wait()
     pair.check()
+
+
+def test_a_publisher_that_fails_while_it_packs_says_so_when_it_writes_no_more(pair, monkeypatch):
+    """Not before: what the other side lends would be somebody else's by then."""
+    inside, go, pack = threading.Event(), threading.Event(), PackedSource._pack
+
+    def slowly(source: PackedSource, *what: object) -> None:
+        inside.set()
+        assert go.wait(10)
+        pack(source, *what)
+
+    def fail(source: PackedSource, stage: int) -> None:
+        queue_stage(source, stage)
+        assert inside.wait(10)
+        raise RuntimeError("cannot start a thread")
+
+    queue_stage = PackedSource.queue_stage
+    monkeypatch.setattr(PackedSource, "_pack", slowly)
+    monkeypatch.setattr(PackedSource, "queue_stage", fail)
+    fetch = pair.fetch()
+    assert inside.wait(10)
+    time.sleep(0.2)
+    assert pair.lent_bytes > 0 and not fetch.done()
+    go.set()
+    with pytest.raises(errors.KvxferError, match="cannot start a thread"):
+        fetch.wait()
+    until(lambda: pair.lent_bytes == 0 and not conversations(pair), what="both sides to have forgotten it")
 
 
 def test_a_long_line_for_staging_ends_when_the_publisher_goes(pair, monkeypatch):

@@ -103,3 +103,24 @@ def test_a_closing_pool_comes_to_what_is_watched() -> None:
     pool.watch(lambda: seen.append(2))
     pool.close()
     assert seen == [1, 2]
+
+
+def test_where_no_thread_can_be_started_jobs_wait_for_those_that_there_are(pool: MoverPool, monkeypatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    go, done = threading.Event(), []
+    monkeypatch.setattr(threading.Thread, "start", fail)
+
+    def away() -> None:
+        pool.leave()
+        go.wait(10)
+        pool.come_back()
+
+    for _ in range(2):
+        pool.submit(away)
+    until(lambda: pool._away == 2)
+    pool.submit(lambda: done.append(1))  # a spare thread would take it
+    assert not done
+    go.set()
+    until(lambda: done)

@@ -78,3 +78,29 @@ def test_a_chunk_without_bytes_takes_the_least_there_is() -> None:
     staging.borrow(0, 1, loans.append)
     assert (loans[0].slot_bytes, loans[0].slots) == (UNIT, 1)
     assert staging.borrow_now(0).nbytes == UNIT
+
+
+def test_what_goes_wrong_for_one_keeps_nobody_else_waiting() -> None:
+    staging, granted = ring(4), []
+
+    def fail(loan: Loan) -> None:
+        staging.give_back(loan)
+        raise KeyboardInterrupt
+
+    staging.borrow(4 * UNIT, 1, granted.append)
+    staging.borrow(UNIT, 1, fail)
+    staging.borrow(2 * UNIT, 1, granted.append)
+    with pytest.raises(KeyboardInterrupt):
+        staging.give_back(granted.pop())
+    (second,) = granted
+    staging.give_back(second)
+    assert staging.lent_bytes == 0 and staging.waiting == 0
+
+
+def test_a_long_line_of_those_who_give_back_at_once_is_no_recursion() -> None:
+    staging, first, served = ring(1), [], []
+    staging.borrow(UNIT, 1, first.append)
+    for number in range(5000):
+        staging.borrow(UNIT, 1, lambda loan, number=number: (served.append(number), staging.give_back(loan)))
+    staging.give_back(first[0])
+    assert served == list(range(5000)) and staging.lent_bytes == 0
