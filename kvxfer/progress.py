@@ -255,10 +255,9 @@ class ProgressThread:
 class Job:
     """A call that runs exactly once, on whichever thread claims it first."""
 
-    __slots__ = ("_call", "_lock", "runner")
+    __slots__ = ("_call", "_lock")
 
     def __init__(self, call: Callable[[], None]) -> None:
-        self.runner = 0  # the thread that has claimed it, as `threading.get_ident` names it
         self._call: Callable[[], None] | None = call
         self._lock = threading.Lock()
 
@@ -267,7 +266,6 @@ class Job:
         with self._lock:
             call, self._call = self._call, None
         if call is not None:
-            self.runner = threading.get_ident()
             call()
         return call is not None
 

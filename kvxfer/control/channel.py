@@ -184,12 +184,11 @@ class Channel:
             raise InvalidRequest(f"cannot listen on {endpoint!r}: {error}") from error
         self._progress.watch(self._router, lambda: self._read(self._router))
         bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-        address = local.address_of(bound, self._token)
-        if address is not None:
-            with contextlib.suppress(OSError):  # where there are no such sockets everything goes over ZeroMQ
-                self._lines = local.LineListener(
-                    self._progress, address, self._max_frame_bytes, self._read_line, self._end_line
-                )
+        with contextlib.suppress(OSError):  # where there are no such sockets everything goes over ZeroMQ
+            address = local.address_of(bound, self._token)
+            self._lines = local.LineListener(
+                self._progress, address, self._max_frame_bytes, self._read_line, self._end_line
+            )
         return bound
 
     def dial(

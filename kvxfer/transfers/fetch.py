@@ -551,7 +551,7 @@ class Fetch(Transfer):
     def job_was_interrupted(self) -> None:
         for pull in self._pulls:
             if isinstance(pull, PullLeg):
-                self._node.progress.post(pull.planned)
+                pull.was_interrupted()
 
     def _stop_pulls(self) -> None:
         for pull in self._pulls:

@@ -55,6 +55,7 @@ class PullLeg:
         self._leave_line: Callable[[], None] | None = None
         self._asked = self._writer_ended = self._peer_is_gone = False
         self._planning = True
+        self._planner = 0  # the thread that plans
         self._may_plan = threading.Lock()  # taken, for good, by whoever plans, or sees to it that nobody does
 
     def start(self) -> None:
@@ -139,13 +140,19 @@ class PullLeg:
             if self._cache.device != "cpu" and not self._leg.plan.is_ready("unpack", self._cache.bases):
                 self._leg.plan.get_ready("unpack", self._cache.bases)
 
+        self._planner = threading.get_ident()
         try:
             if self._may_plan.acquire(blocking=False):
                 self._fetch.attempt(plan)
         finally:
-            self._node.progress.post(self.planned)
+            self._node.progress.post(self._planned)
 
-    def planned(self) -> None:
+    def was_interrupted(self) -> None:
+        """The calling thread was: if it planned, it does no more, and may not have come to say so. Any thread."""
+        if self._planner == threading.get_ident():
+            self._node.progress.post(self._planned)
+
+    def _planned(self) -> None:
         """Nobody plans any more. Idempotent."""
         self._planning = False
         if self._leg.plan is None:  # whoever was to make it was interrupted, or the fetch has ended

@@ -369,12 +369,11 @@ class Transfer:
         try:
             job.run()
         except BaseException:
-            if job.runner == threading.get_ident():
-                self.job_was_interrupted()
+            self.job_was_interrupted()
             raise
 
     def job_was_interrupted(self) -> None:
-        """The thread that ran the job has left it, perhaps without having said so."""
+        """Whatever this thread was at, it has left it, perhaps without having said so."""
 
     def _let_gate_go(self) -> None:
         with self._lock:
