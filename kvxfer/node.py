@@ -518,9 +518,11 @@ class Node:
             lease.renew(message.ttl_s)
 
     def _connected(self, peer: Peer) -> None:
+        session, backend = peer.session, peer.backend  # not the peer: what its link holds must not hold the peer
+
         def say(payload: bytes) -> None:
-            message = LinkMessage(backend=peer.backend, payload=payload)
-            self.progress.post(lambda: peer.session.send(message))
+            message = LinkMessage(backend=backend, payload=payload)
+            self.progress.post(lambda: session.send(message))
 
         peer.link.converse(
             ControlLine(say=say, until=self.progress.until, is_progress=lambda: self.progress.is_current)

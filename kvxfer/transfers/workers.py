@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -32,8 +33,12 @@ class ChunkWorkers:
     """
 
     def __init__(self, pool: MoverPool, take: Callable[[], Callable[[], None] | None], *, most: int) -> None:
-        """`take` returns the next call, or None; one thread at a time calls it, and it must be quick."""
-        self._pool, self._take, self._most = pool, take, most
+        """`take`, a method, returns the next call, or None; one thread at a time calls it, and it must be quick.
+
+        Its object is not held: that holds the workers, and with it goes what a peer had opened here.
+        """
+        self._pool, self._most = pool, most
+        self._method = weakref.WeakMethod(take)
         self._working = 0
         self._lock = threading.Lock()
 
@@ -49,6 +54,10 @@ class ChunkWorkers:
         self._pool.submit(lambda: self._work(call))
         if self._most > 1:
             self.wake()
+
+    def _take(self) -> Callable[[], None] | None:
+        take = self._method()
+        return None if take is None else take()
 
     def _work(self, call: Callable[[], None] | None) -> None:
         while call is not None:

@@ -8,11 +8,13 @@ The other fault tests run on it, too: KVXFER_TEST_BACKEND=fake_nccl pytest tests
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import random
 import socket
 import subprocess
 import sys
+import weakref
 
 import msgspec
 import numpy as np
@@ -261,6 +263,26 @@ def test_connectors_that_come_and_go_leave_nothing(start, here):
     until(lambda: prefill.threads().count("fake-stream") <= 1, 10)
     until(lambda: sum(prefill.descriptors().values()) < 40, 10)
     rest(prefill)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_reader_had_opened_here_goes_with_it(here, mode):
+    """At once, not with the next collection of garbage: it would be memory and descriptors until then."""
+    backends = [[FakeNcclBackend(fake=MODES[mode])] for _ in range(2)]
+    prefill = here("prefill", fill=1, backends=backends[0], shared=False, limits=QUICK)
+    decode = here("decode", backends=backends[1], shared=False, limits=QUICK)
+    assert decode.fetch_now(prefill.publish([1, 2]), [3, 4]) == "packed"
+    directory = prefill.connector._node.directory
+    [reader] = [weakref.ref(peer) for peer in directory.peers.values()]
+    link = weakref.ref(reader().link)
+    gc.collect()
+    gc.disable()
+    try:
+        decode.close()
+        until(lambda: not directory.peers, 10)
+        until(lambda: reader() is None and link() is None, 10)
+    finally:
+        gc.enable()
 
 
 def test_more_fetches_than_staging_stand_in_line(start, here):

@@ -25,9 +25,12 @@ class Queue:
 
     def __init__(self, pool: MoverPool, most: int) -> None:
         self.calls: collections.deque = collections.deque()
-        self.workers = ChunkWorkers(pool, lambda: self.calls.popleft() if self.calls else None, most=most)
+        self.workers = ChunkWorkers(pool, self.take, most=most)
         self.at_work = self.most_at_work = self.done = 0
         self.changed = threading.Condition()
+
+    def take(self):
+        return self.calls.popleft() if self.calls else None
 
     def call(self, work=lambda: None):
         def run() -> None:
