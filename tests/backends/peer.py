@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -64,15 +65,34 @@ def read(arrays: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def held() -> dict[str, int]:
-    """What this process holds, and what is free on its GPU."""
+    """What this process holds, there and on its GPU, and what is free on that."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     free, _ = importlib.import_module("cupy").cuda.runtime.memGetInfo()
     return {
         "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
+        "gpu_bytes": _gpu_bytes(),
         "gpu_free_bytes": int(free),
     }
+
+
+def _gpu_bytes() -> int:
+    """Memory that the driver counts as this process's, on all GPUs; 0 where it does not tell."""
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return 0
+    nvml.nvmlInit()
+    try:
+        processes = [
+            process
+            for number in range(nvml.nvmlDeviceGetCount())
+            for process in nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByIndex(number))
+        ]
+        return sum(process.usedGpuMemory or 0 for process in processes if process.pid == os.getpid())
+    finally:
+        nvml.nvmlShutdown()
 
 
 def placed(layout: CacheLayout, memory: str) -> CacheLayout:
@@ -112,6 +132,7 @@ class Peer:
         def call(*args: Any, **kwargs: Any) -> Any:
             self._pipe.send((method, args, kwargs))
             if not self._pipe.poll(TIMEOUT_S):
+                self.send_signal(signal.SIGUSR1)  # it prints where every thread is
                 raise TimeoutError(f"the peer did not answer {method} within {TIMEOUT_S} s")
             ok, value = self._pipe.recv()
             if not ok:
@@ -167,6 +188,7 @@ class _Servant:
 
     def held(self) -> dict[str, int]:
         """Memory, file descriptors, threads and free GPU memory of this process."""
+        gc.collect()
         return held()
 
     def breaches(self) -> list[str]:
@@ -268,6 +290,7 @@ class _Servant:
 def _serve(pipe: Connection, backend: str, options: dict[str, Any]) -> None:
     if "KVXFER_PEER_GPU" in os.environ:  # before anything of CUDA is loaded
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["KVXFER_PEER_GPU"]
+    faulthandler.register(signal.SIGUSR1)
     servant = _Servant(backend, options)
     with servant.connector, contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:

@@ -13,10 +13,10 @@ import pytest
 import kvxfer
 from kvxfer import Limits
 from tests.gpu import stand_in
-from tests.gpu.test_cuda_conveyor import BLOCKS, IDS, INTO, SECRET, layout
 from tests.processes import descriptors, until
 
 stand_in.need_no_gpu()
+from tests.gpu.test_cuda_conveyor import BLOCKS, IDS, INTO, SECRET, layout  # noqa: E402  (it skips itself as well)
 
 WARM_UP, CYCLES = 4, 12  # of which plans of the last are foreseen
 
