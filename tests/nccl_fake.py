@@ -99,6 +99,9 @@ class FakeStream:
     def enqueue(self, call: Any) -> None:
         self._calls.put(call)
 
+    def wait_for(self, event: FakeEvent) -> None:
+        self.enqueue(event._passed.wait)
+
     def settle(self) -> None:
         """Wait until everything enqueued so far is done."""
         passed = threading.Event()

@@ -88,6 +88,14 @@ class Operation(abc.ABC):
     def poll(self) -> bool:
         """Whether the last byte has moved; raises BackendError or PeerGone when the operation failed."""
 
+    def behind(self, kernel: Callable[[int], bool]) -> Operation | None:
+        """Have `kernel` enqueue, on the stream that it is given, what reads the bytes once they have moved.
+
+        What is returned ends when that has, and fails where the bytes have not come. None where it cannot be done, or
+        not yet, or the kernel's answer was that it has enqueued nothing. Raises what `kernel` raises.
+        """
+        return None
+
 
 def wait(operation: Operation, timeout_s: float, *, what: str) -> None:
     """Wait on the calling thread until an operation has ended. Raises what it raises, and DeadlineExceeded.
@@ -118,6 +126,7 @@ class Link(abc.ABC):
     why_not_one_sided: str = ""
     one_sided_devices: frozenset[str] = frozenset({"cpu"})  # where memory may lie that `post` moves
     posts_at_once = False  # whether `post` takes some microseconds and no more, so that any thread may call it
+    posts_behind = False  # whether it takes `after`
 
     @abc.abstractmethod
     def open(self, handle: bytes, nbytes: int) -> RemoteRegion:
@@ -127,11 +136,12 @@ class Link(abc.ABC):
         """
 
     @abc.abstractmethod
-    def post(self, direction: Direction, runs: np.ndarray) -> Operation:
+    def post(self, direction: Direction, runs: np.ndarray, *, after: Any = None) -> Operation:
         """Start moving runs: uint64 ``[n, 3]`` of local address, remote address, bytes.
 
         Addresses are trusted: the plan has been checked against the regions. May move the bytes before it returns;
-        releases the GIL while it does. Raises PeerGone or BackendError.
+        releases the GIL while it does. Where `posts_behind`, no byte is read before the event `after` has passed, for
+        which nobody waits on the host. Raises PeerGone or BackendError.
         """
 
     def read(self, remote_address: int, nbytes: int, *, timeout_s: float) -> bytes:

@@ -81,12 +81,33 @@ class Crossing(Operation):
         self.number, self.local, self.remote, self.nbytes = number, local, remote, nbytes
         self.announced = number + 1
         self._channel = channel
+        self.after: Event | None = None  # before which NCCL must not read what it writes
         self.event: Event | None = None  # behind what NCCL was asked for, and perhaps for others as well
         self.issued = self.passed = self.taken = self.ended = False
         self.is_put = False  # not sent
 
     def poll(self) -> bool:
         return self._channel.has_ended(self)
+
+    def behind(self, kernel: Callable[[int], bool]) -> Operation | None:
+        return self._channel.put_behind(self, kernel)
+
+
+class _Behind(Operation):
+    """What was enqueued behind a crossing."""
+
+    def __init__(self, channel: Channel, crossing: Crossing, event: Event) -> None:
+        self._channel, self._crossing = channel, crossing
+        self._event: Event | None = event
+
+    def poll(self) -> bool:
+        if self._event is not None:
+            if not self._event.done():
+                return False
+            self._channel.give_back(self._event)
+            self._event = None
+        # It may have passed because the communicator was aborted: then the channel has failed before.
+        return self._channel.has_ended(self._crossing)
 
 
 class Channel(abc.ABC):
@@ -139,6 +160,26 @@ class Channel(abc.ABC):
             if self.state is not State.FAILED or (crossing.issued and not crossing.passed and not self.is_at_rest):
                 return False
             raise self.error
+
+    def put_behind(self, crossing: Crossing, kernel: Callable[[int], bool]) -> Operation | None:
+        """Enqueue what reads a crossing's bytes behind it; see `Operation.behind`.
+
+        On the channel's own stream: should that never pass the crossing, it holds up nobody else's kernels.
+        """
+        with self._lock:
+            if self.state is not State.OPEN or crossing.ended or not self._site.may_call():
+                return None
+            if not self._launched() or crossing.event is None:
+                return None
+            if not kernel(self._stream.address):
+                return None
+            event = self._marked()
+        return _Behind(self, crossing, event)
+
+    def give_back(self, event: Event) -> None:
+        """The event has passed, and nobody looks at it any more."""
+        with self._lock:
+            self._free_events.append(event)
 
     def is_idle(self) -> bool:
         """Whether there is nothing to advance for; advances."""
@@ -282,7 +323,7 @@ class Channel(abc.ABC):
             for crossing in crossings:
                 crossing.issued = True
             self._issued += crossings
-            self._issue(crossings, self._comm, self._stream.address)
+            self._issue(crossings, self._comm, self._stream)
             issued += crossings
         if issued:
             self._have_issued(issued)
@@ -306,13 +347,18 @@ class Channel(abc.ABC):
             return True
         if not self._comm.ready():
             return False
-        event = self._free_events.pop() if self._free_events else self._site.gpus.event(self._site.ordinal)
-        event.record(self._stream.address)
+        event = self._marked()
         for crossing in reversed(self._issued):
             if crossing.event is not None:
                 break
             crossing.event = event
         return True
+
+    def _marked(self) -> Event:
+        """An event behind all that is on the stream."""
+        event = self._free_events.pop() if self._free_events else self._site.gpus.event(self._site.ordinal)
+        event.record(self._stream.address)
+        return event
 
     def _take_passed(self) -> list[Crossing]:
         """What the stream has passed, and was not known to have."""
@@ -387,7 +433,7 @@ class Channel(abc.ABC):
         """How many of the queued chunks the next call of NCCL is for; 0 while there may be none."""
 
     @abc.abstractmethod
-    def _issue(self, crossings: list[Crossing], comm: Communicator, stream: int) -> None:
+    def _issue(self, crossings: list[Crossing], comm: Communicator, stream: Stream) -> None:
         """Ask for them."""
 
     @abc.abstractmethod

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable
 
 from kvxfer.backends.nccl_channel import Channel, Crossing, Site, State
-from kvxfer.backends.nccl_library import Communicator
+from kvxfer.backends.nccl_library import Communicator, Event, Stream
 from kvxfer.backends.nccl_messages import Accept, Came, Chunk, Coming, Open, Taken, Window
 from kvxfer.errors import BackendError, DeadlineExceeded
 
@@ -43,12 +43,14 @@ class Writer(Channel):
         self._peer_has_window = False
         self._why_not = ""
 
-    def put(self, local: int, remote: int, nbytes: int) -> Crossing:
-        """Begin to write `nbytes` of this GPU at `local` to `remote` at the peer. Raises the channel's error."""
+    def put(self, local: int, remote: int, nbytes: int, *, after: Event | None = None) -> Crossing:
+        """Begin to write `nbytes` of this GPU at `local` to `remote` at the peer, once `after` has passed. Raises the
+        channel's error."""
         with self._lock:
             if self.state is State.FAILED:
                 raise self.error
             crossing = Crossing(self, next(self._numbers), local, remote, nbytes)
+            crossing.after = after
             self._add(crossing)
             if self.state is State.CLOSED:
                 self._window, self._why_not = self._window_to_try(local)
@@ -133,12 +135,15 @@ class Writer(Channel):
         waits = self.one_sided and not crossing.is_put and any(before.is_put for before in self._issued)
         return 0 if waits else 1
 
-    def _issue(self, crossings: list[Crossing], comm: Communicator, stream: int) -> None:
+    def _issue(self, crossings: list[Crossing], comm: Communicator, stream: Stream) -> None:
         for crossing in crossings:
+            if crossing.after is not None:
+                stream.wait_for(crossing.after)
             if crossing.is_put:
-                comm.put(crossing.local, crossing.nbytes, crossing.remote - self._accepted.window_address, stream)
+                window = self._accepted.window_address
+                comm.put(crossing.local, crossing.nbytes, crossing.remote - window, stream.address)
             else:
-                comm.send(crossing.local, crossing.nbytes, stream)
+                comm.send(crossing.local, crossing.nbytes, stream.address)
 
     def _have_issued(self, crossings: list[Crossing]) -> None:
         sent = _told(crossing for crossing in crossings if not crossing.is_put)
@@ -261,12 +266,12 @@ class Taker(Channel):
         first = itertools.islice(self._queue, _SIGNALS_AT_ONCE)
         return sum(1 for _ in itertools.takewhile(lambda crossing: crossing.is_put, first))
 
-    def _issue(self, crossings: list[Crossing], comm: Communicator, stream: int) -> None:
+    def _issue(self, crossings: list[Crossing], comm: Communicator, stream: Stream) -> None:
         if crossings[0].is_put:
-            comm.await_signals(len(crossings), stream)
+            comm.await_signals(len(crossings), stream.address)
         else:
             [crossing] = crossings
-            comm.receive(crossing.local, crossing.nbytes, stream)
+            comm.receive(crossing.local, crossing.nbytes, stream.address)
 
     def _have_issued(self, crossings: list[Crossing]) -> None:
         pass

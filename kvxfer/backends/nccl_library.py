@@ -185,6 +185,9 @@ class Stream(Protocol):
 
     address: int
 
+    def wait_for(self, event: Event) -> None:
+        """Let what is enqueued from now on wait for an event."""
+
 
 class Event(Protocol):
     """A point in a stream."""

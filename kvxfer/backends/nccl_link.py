@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,6 +17,7 @@ import numpy as np
 from kvxfer.backends.base import ControlLine, Direction, Link, Operation, RemoteRegion
 from kvxfer.backends.nccl_channel import Channel, State
 from kvxfer.backends.nccl_ends import Taker, Writer
+from kvxfer.backends.nccl_library import Event
 from kvxfer.backends.nccl_messages import Answer, Came, Coming, Failed, FromTaker, Open, Read, decode, encode
 from kvxfer.backends.process import Process
 from kvxfer.errors import BackendError, DeadlineExceeded, KvxferError, PeerGone
@@ -50,7 +52,7 @@ class NcclLink(Link):
     """One peer: a channel for what this side writes, one for what it takes, and questions about host memory."""
 
     one_sided = False
-    posts_at_once = True
+    posts_at_once = posts_behind = True
     why_not_one_sided = "NCCL moves bytes only where both ends take part"
 
     def __init__(self, backend: NcclBackend, hello: Hello, host: Link | None) -> None:
@@ -84,7 +86,7 @@ class NcclLink(Link):
             why_not_mapped="NCCL maps nothing",
         )
 
-    def post(self, direction: Direction, runs: np.ndarray) -> Operation:
+    def post(self, direction: Direction, runs: np.ndarray, *, after: Event | None = None) -> Operation:
         if direction is Direction.READ or len(runs) != 1:
             raise BackendError("NCCL writes one run at a time, and reads none")
         local, remote, nbytes = (int(value) for value in runs[0])
@@ -92,7 +94,7 @@ class NcclLink(Link):
             raise BackendError(
                 "NCCL moves memory of GPUs, and this chunk lies in host memory: leave checksums=True off between hosts"
             )
-        return self._channel(Writer).put(local, remote, nbytes)
+        return self._channel(Writer).put(local, remote, nbytes, after=after)
 
     def arrival(self, address: int, announced: int) -> Operation:
         try:
@@ -254,6 +256,9 @@ class _Expected(Operation):
                 self._taker.fail(DeadlineExceeded("the peer's link does not tell of a chunk that was announced"))
             self._arrival = self._taker.arrival(self._address, self._announced)
         return self._arrival is not None and self._arrival.poll()
+
+    def behind(self, kernel: Callable[[int], bool]) -> Operation | None:
+        return None if self._arrival is None else self._arrival.behind(kernel)
 
 
 class _Question:

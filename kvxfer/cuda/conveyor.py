@@ -29,7 +29,10 @@ _LOOK_S = 2e-3  # between two looks for an error of the device
 class Launched(Operation):
     """One kernel on its way. One thread looks at a time."""
 
-    def __init__(self, lane: Lane, said: int, judge: Callable[[], KvxferError | None]) -> None:
+    def __init__(
+        self, lane: Lane, said: int, judge: Callable[[], KvxferError | None], event: Event | None = None
+    ) -> None:
+        self.event = event  # behind the kernel, until `poll` has said that it has ended
         self._lane, self._said = lane, said
         self._judge: Callable[[], KvxferError | None] | None = judge
         self._look_at = time.monotonic() + _LOOK_S
@@ -58,6 +61,7 @@ class Conveyor:
         self._lanes: list[Lane] = []
         self._turn = 0
         self._event: Event | None = None
+        self._events: list[Event] = []  # that nobody waits for
         self._pages: list[PinnedMemory] = []
         self._flags: list[int] = []  # addresses of words that no kernel sets
         self._lock = threading.Lock()
@@ -69,9 +73,14 @@ class Conveyor:
             self._flags.append(self._flag())
 
     def launch(
-        self, kernel: Callable[[int, int], None], *, flagged: Callable[[], KvxferError] | None = None
+        self,
+        kernel: Callable[[int, int], None],
+        *,
+        flagged: Callable[[], KvxferError] | None = None,
+        marked: bool = False,
     ) -> Launched:
-        """Call `kernel` with a stream and the address of a word, now 0, that it may set; enqueue the word of its end.
+        """Call `kernel` with a stream and the address of a word, now 0, that it may set; enqueue the word of its end,
+        and with `marked` an event, for other streams to wait for.
 
         Where `flagged` is given and the kernel has set the word, its error ends the operation; else the address is 0.
         Raises what `kernel` raises, and CudaError.
@@ -83,6 +92,7 @@ class Conveyor:
             flag = self._flag() if flagged else 0
             try:
                 kernel(lane.queue, flag)
+                event = self._mark(lane) if marked else None
                 lane.report()
             except Exception:
                 if flag:
@@ -91,13 +101,15 @@ class Conveyor:
             said = lane.said
 
         def judge() -> KvxferError | None:
+            if event is not None:
+                self._events.append(event)
             if not flag:
                 return None
             is_set = ctypes.c_uint32.from_address(flag).value != 0
             self._flags.append(flag)
             return flagged() if is_set else None
 
-        return Launched(lane, said, judge)
+        return Launched(lane, said, judge, event)
 
     def before_all(self, enqueue: Callable[[int], None]) -> Launched:
         """Call `enqueue` with a stream: kernels that are launched later come after what it enqueues there."""
@@ -115,14 +127,19 @@ class Conveyor:
         """Free it all, if everything launched has ended; may wait for the device."""
         with self._lock:
             if all(lane.has_said(lane.said) for lane in self._lanes):
-                for owned in (*self._lanes, *self._pages, *([self._event] if self._event else [])):
+                for owned in (*self._lanes, *self._pages, *self._events, *([self._event] if self._event else [])):
                     owned.close()
-                self._lanes, self._pages, self._flags, self._event = [], [], [], None
+                self._lanes, self._pages, self._flags, self._event, self._events = [], [], [], None, []
 
     def _streams(self) -> list[Lane]:
         if not self._lanes:
             self._lanes = [self._new_lane() for _ in range(_STREAMS)]
         return self._lanes
+
+    def _mark(self, lane: Lane) -> Event:
+        event = self._events.pop() if self._events else Event(device=lane.device)
+        event.record(lane.queue)
+        return event
 
     def _flag(self) -> int:
         if not self._flags:

@@ -126,14 +126,15 @@ class CudaPackedPlan:
             self._lock.release()
         return True
 
-    def launch_pack(self, chunk: Chunk, wire: int, *, check: bool = True) -> Launched:
-        """`pack` into memory that this GPU reaches, without waiting for it. Raises CudaError; so does the operation,
-        and with `check` NonFiniteValue."""
+    def launch_pack(self, chunk: Chunk, wire: int, *, check: bool = True, marked: bool = False) -> Launched:
+        """`pack` into memory that this GPU reaches, without waiting for it; with `marked`, the operation has an event.
+        Raises CudaError; so does the operation, and with `check` NonFiniteValue."""
         prepared, most = self._prepared["pack"], self._max_sms
         converts = self.plan.raw is None
         return self._lanes.conveyor.launch(
             lambda stream, flag: prepared.pack(chunk, wire, stream=stream, max_sms=most, nonfinite=flag),
             flagged=(lambda: not_finite(self.plan.wire, "vectors of this chunk")) if check and converts else None,
+            marked=marked,
         )
 
     def launch_unpack(self, chunk: Chunk, wire: int) -> Launched:
@@ -142,6 +143,18 @@ class CudaPackedPlan:
         return self._lanes.conveyor.launch(
             lambda stream, _: prepared.unpack(chunk, wire, stream=stream, max_sms=most)
         )
+
+    def unpack_on(self, chunk: Chunk, wire: int, stream: int) -> bool:
+        """Enqueue `unpack` on a stream that is not of the lanes; False where the tables are still on their way."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            uploaded = all(upload.poll() for upload in self._uploads)
+        finally:
+            self._lock.release()
+        if uploaded:
+            self._prepared["unpack"].unpack(chunk, wire, stream=stream, max_sms=self._max_sms)
+        return uploaded
 
     def pack(
         self,

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvxfer.backends.base import Direction
+from kvxfer.backends.base import Direction, Operation
 from kvxfer.control.messages import Chunks, Credit, PackedOffer, Placed
 from kvxfer.errors import BackendError, KvxferError, as_kvxfer_error
 from kvxfer.formats import ChunkHeader
@@ -265,6 +265,9 @@ class PackedSource:
             if self._stopped is not None:
                 written(loan, b"", self._stopped)
                 return
+            if self._launches and self._peer.link.posts_behind:
+                self._pack_and_write(stage, index, chunk, loan.address(), remote, functools.partial(written, loan))
+                return
 
             def packed(header: bytes, error: KvxferError | None) -> None:
                 if error is not None:
@@ -303,6 +306,28 @@ class PackedSource:
         else:  # behind others, who may be waiting for peers
             self._outbox.borrow(chunk.wire_bytes, 1, granted)
 
+    def _pack_and_write(
+        self,
+        stage: int,
+        index: int,
+        chunk: Chunk,
+        address: int,
+        remote: int,
+        written: Callable[[bytes, KvxferError | None, int], None],
+    ) -> None:
+        """A chunk to `address`, and from there to the peer's `remote`, without a look at it in between: the link's
+        stream waits for the kernel's."""
+        prepared, header = self._stages[stage], b""
+        try:
+            header = prepared.plan.header(index, chunk).encode()
+            packed = prepared.launch_pack(chunk, address, check=self._node.check_finite, marked=True)
+        except Exception as failure:
+            written(header, as_kvxfer_error(failure), 0)
+            return
+        run = np.array([[address, remote, chunk.wire_bytes]], np.uint64)
+        both = _PackedAndWritten(packed, lambda: self._peer.link.post(Direction.WRITE, run, after=packed.event))
+        self._writes.add(both, lambda error: written(header, error, both.announced))
+
     def _pack(
         self,
         stage: int,
@@ -336,6 +361,48 @@ class PackedSource:
             then(b"", as_kvxfer_error(failure))
         else:
             then(header, None)
+
+
+class _PackedAndWritten(Operation):
+    """A kernel, and a write behind it. Ends when neither is at work any more."""
+
+    def __init__(self, packed: Operation, post: Callable[[], Operation]) -> None:
+        self._packed = packed
+        self._write: Operation | None = None
+        self._failure: Exception | None = None
+        try:
+            self._write = post()
+            self.announced = self._write.announced
+        except Exception as failure:
+            self._failure = failure
+
+    def poll(self) -> bool:
+        try:
+            if self._write is not None and not self._write.poll():
+                return False
+        except Exception as failure:
+            self._failure = failure
+        self._write = None
+        if not self._packed.poll():
+            return False
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+
+class _Unpacking(Operation):
+    """A chunk that is on its way, and its unpacking: behind it on its link's stream, or once it has come."""
+
+    def __init__(self, arrival: Operation, unpack_on: Callable[[int], bool], launch: Callable[[], Operation]) -> None:
+        self._arrival, self._unpack_on, self._launch = arrival, unpack_on, launch
+        self._unpacked: Operation | None = None
+
+    def poll(self) -> bool:
+        if self._unpacked is None:
+            self._unpacked = self._arrival.behind(self._unpack_on)
+        if self._unpacked is None and self._arrival.poll():
+            self._unpacked = self._launch()
+        return self._unpacked is not None and self._unpacked.poll()
 
 
 class PackedSink:
@@ -423,21 +490,27 @@ class PackedSink:
 
         if arrival is None:
             arrived(None)
-        else:
+        elif not self._launch(placed, chunk, arrival):
             self._arrivals.add(arrival, arrived)
 
     def _take(self) -> Callable[[], None] | None:
         return self._ready.popleft() if self._ready else None
 
-    def _launch(self, placed: Placed, chunk: Chunk) -> bool:
-        """Have a GPU unpack the chunk by itself; False where a mover thread has to see to it."""
+    def _launch(self, placed: Placed, chunk: Chunk, arrival: Operation | None = None) -> bool:
+        """Have a GPU unpack the chunk by itself, once it has come; False where a mover thread has to see to it."""
         stage = self._stages[placed.stage]
         try:
             on_gpu = stage.launches and self._loan.ring.device != "cpu"
             if not on_gpu or not stage.is_ready("unpack", self._dst_bases):
                 return False
             self._check(placed, chunk)
-            unpacked = stage.launch_unpack(chunk, self._loan.address(placed.slot))
+            address = self._loan.address(placed.slot)
+            launch = functools.partial(stage.launch_unpack, chunk, address)
+            if arrival is None:
+                unpacked = launch()
+            else:
+                unpacked = _Unpacking(arrival, functools.partial(stage.unpack_on, chunk, address), launch)
+                unpacked.poll()  # enqueues at once what can be: later only the oldest is looked at
         except Exception as failure:  # whatever it is, the transfer must end
             self._scattered(placed.slot, as_kvxfer_error(failure))
         else:

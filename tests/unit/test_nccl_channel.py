@@ -309,7 +309,95 @@ def test_a_signal_is_waited_for_only_when_the_bytes_have_been_put():
     assert comm.waited_signals == 2
 
 
+@pytest.mark.parametrize("one_sided", [False, True])
+def test_nothing_crosses_before_what_it_comes_after(one_sided):
+    two = Two(here={"one_sided": one_sided}, there={"one_sided": one_sided})
+    packing, held = nccl_fake.FakeStream(), threading.Event()
+    packing.enqueue(held.wait)
+    packed = nccl_fake.FakeEvent()
+    crossings = []
+    for slot in range(2):  # the first opens the channel
+        two.here.bytes_at(slot)[:] = 0
+        packing.enqueue(lambda slot=slot: two.here.bytes_at(slot).fill(7))
+        packed.record(packing.address)
+        crossings.append(two.writer.put(two.here.at(slot), two.there.at(slot), NBYTES, after=packed))
+        if slot == 0:
+            two.wait(lambda: crossings[0].issued, "the first being asked for")
+            for _ in range(20):
+                two.pump()
+            assert not crossings[0].passed and not two.there.memory.any()
+            held.set()
+            two.wait(lambda: two.everywhere(crossings[0]))
+    two.wait(lambda: two.everywhere(*crossings))
+    assert (two.there.memory[: 2 * NBYTES] == 7).all()
+
+
+class Reader:
+    """Reads chunks behind their arrival, on the stream that it is given."""
+
+    def __init__(self, two: Two) -> None:
+        self.two, self.seen, self.may = two, [], True
+
+    def behind(self, slot: int):
+        def kernel(stream: int) -> bool:
+            if self.may:
+                read = lambda: self.seen.append(self.two.there.bytes_at(slot).copy())  # noqa: E731
+                nccl_fake.FakeStream.by_address[stream].enqueue(read)
+            return self.may
+
+        return self.two.arrivals[slot].behind(kernel)
+
+
+@pytest.mark.parametrize("one_sided", [False, True])
+def test_what_is_enqueued_behind_a_chunk_reads_it(one_sided):
+    two = Two(here={"one_sided": one_sided}, there={"one_sided": one_sided})
+    reader = Reader(two)
+    first = two.put(0)
+    two.wait(lambda: two.everywhere(first))
+    assert reader.behind(0) is None  # it is there: nothing has to wait for it
+    held = threading.Event()
+    nccl_fake.FakeStream.by_address[two.taker._stream.address].enqueue(held.wait)
+    crossings = [two.put(slot) for slot in range(1, 5)]
+    two.wait(lambda: len(two.arrivals) == 5, "all told of")
+    reader.may = False
+    assert reader.behind(1) is None  # whoever was asked did not want to
+    reader.may = True
+    two.there.may_call = False
+    assert reader.behind(1) is None  # a thread whose device is another
+    two.there.may_call = True
+    read = [reader.behind(slot) for slot in range(1, 5)]
+    assert all(read) and not any(operation.poll() for operation in read) and not reader.seen
+    held.set()
+    two.wait(lambda: ended(*read) and two.everywhere(*crossings))
+    assert all(np.array_equal(seen, two.here.bytes_at(slot)) for slot, seen in enumerate(reader.seen, 1))
+    events = len(two.taker._free_events)
+    again = two.put(5)
+    two.wait(lambda: two.everywhere(again))
+    assert len(two.taker._free_events) <= events  # they are used again
+
+
 # --- what does not come ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("one_sided", [False, True])
+def test_what_was_read_behind_a_chunk_that_has_not_come_is_not_taken_for_it(one_sided):
+    """A stream passes what waits on it also when the communicator is aborted."""
+    two = Two(here={"one_sided": one_sided}, there={"one_sided": one_sided})
+    reader = Reader(two)
+    first = two.put(0)
+    two.wait(lambda: two.everywhere(first))
+    held = threading.Event()
+    nccl_fake.FakeStream.by_address[two.taker._stream.address].enqueue(held.wait)
+    two.put(1)
+    two.wait(lambda: len(two.arrivals) == 2, "it being told of")
+    read = reader.behind(1)
+    two.taker.fail(BackendError("somebody pulled the plug"))
+    assert reader.behind(1) is None
+    assert not read.poll()  # a kernel may be at work
+    held.set()
+    with pytest.raises(BackendError, match="the plug"):
+        two.wait(read.poll)
+    assert len(reader.seen) == 1
 
 
 @pytest.mark.parametrize("who", ["here", "there"])
