@@ -38,8 +38,10 @@ if SHARED and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1" and "NCCL_HOST
 
 BLOCKS = 64
 CYCLES = int(os.environ.get("KVXFER_CYCLES", "1000"))
-AT_ONCE = int(os.environ.get("KVXFER_CYCLES_AT_ONCE", "8"))
+AT_ONCE = 4
 LOOKS = 20
+ONE_ARENA = os.environ.get("MALLOC_ARENA_MAX") == "1"  # as many as threads at once else, and none is given back
+GROWTH = {"descriptors": 2, "threads": 0, "gpu_bytes": 4 << 20} | ({"resident_bytes": 24 << 20} if ONE_ARENA else {})
 QUICK = {"heartbeat_s": 0.5, "peer_timeout_s": 3.0, "dial_timeout_s": 5.0}
 ENDS = (errors.PeerGone, errors.DeadlineExceeded, errors.BackendError)
 IDS = {"full": list(range(BLOCKS))[::-1]}
@@ -365,7 +367,8 @@ def test_a_channel_that_is_aborted_is_made_again():
 @pytest.mark.timeout(900)
 def test_connect_and_disconnect_without_growth():
     """KVXFER_CYCLES times, some at once: a connector, a fetch, a goodbye. What is held may grow over the first fifth
-    only. Each look is printed when it is made."""
+    only. Each look is printed when it is made. Several of this test may run beside each other: what is held is this
+    process's, of the GPU's memory too."""
     import cupy
 
     layout = paged(num_blocks=8)
@@ -396,6 +399,5 @@ def test_connect_and_disconnect_without_growth():
                 seen.append((held(), peer.held()))
                 print(f"cycle {number * AT_ONCE}, {time.monotonic() - began:.1f} s: {seen[-1]}", flush=True)
         for before, after in zip(seen[len(seen) // 5], seen[-1], strict=True):
-            grown = {key: after[key] - before[key] for key in before}
-            assert grown["descriptors"] <= 4 and grown["threads"] <= 4, grown
-            assert grown["resident_bytes"] < 64 << 20 and -grown["gpu_free_bytes"] < 64 << 20, grown
+            grown = {key: after[key] - before[key] for key in GROWTH}
+            assert all(grown[key] <= most for key, most in GROWTH.items()), grown
