@@ -1,19 +1,24 @@
 """From prefill's end to decode's first token, with a prompt handed over at its end and while it is computed.
 
     python benchmarks/bench_vllm_stream.py --json FILE [--page FILE] [--tokens 1537] [--chunk 256] [--calls 6]
+    python benchmarks/bench_vllm_stream.py --json FILE --shape qwen2.5-14b-kv --tokens 32001 --chunk 8192
     python benchmarks/bench_vllm_stream.py --json FILE --page FILE --only-show
 
-SmolLM2-135M in float32, a prefill and a decode server on one core each. This script is the front end: both engines are
-asked at once where the prompt is streamed, and decode with prefill's answer where it is not. Prompts take turns. The
-ceiling is the same prompt once more, in decode's own cache.
+SmolLM2-135M in float32, with a core for each server; or a model of a `--shape` on GPUs, prefill on the first, decode on
+the last. There are two prefill servers, of which one sends the last step's layers one by one; they take turns, and one
+is idle while the other works. This script is the front end: both engines are asked at once where the prompt is
+streamed, and decode with prefill's answer where it is not. The ceiling is the same prompt once more, in decode's own
+cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -28,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import tables
 import timing
+import vllm_engines
 
 from kvxfer.vllm.front import for_decode, for_prefill
 from tests.e2e.vllm import models
@@ -36,31 +42,61 @@ from tests.e2e.vllm.environment import Ports, for_server
 from tests.e2e.vllm.servers import FOR_CPU, Server, launch_line, with_options
 
 VOCABULARY = (1000, 40000)
-PARTS = "vllm:kvxfer_streamed_parts_total"
-BYTES = "vllm:kvxfer_fetch_bytes_sum"
+COUNTERS = {
+    "parts": "vllm:kvxfer_streamed_parts_total",
+    "layerwise": "vllm:kvxfer_layerwise_prompts_total",
+    "fetched_bytes": "vllm:kvxfer_fetch_bytes_sum",
+    "given_up": "vllm:kvxfer_streams_given_up_total",
+    "failed": "vllm:kvxfer_failed_fetches_total",
+}
+"""Of decode; a prompt's share of each."""
+GPU_CACHE_BYTES = 16 << 30
 
 
 class Pair:
-    """Two servers that stream when they are asked to, with a handful of ways to take a prompt through them."""
+    """Servers that stream when they are asked to, with a handful of ways to take a prompt through them."""
 
-    def __init__(self, stack: ExitStack, chunk: int) -> None:
-        ports, logs = Ports(4), Path(tempfile.mkdtemp(prefix="bench-vllm-stream-"))
-        stack.callback(ports.close)
+    def __init__(self, stack: ExitStack, shape: str | None, tokens: int, chunk: int) -> None:
+        self._ports = Ports(5)
+        logs = Path(tempfile.mkdtemp(prefix="bench-vllm-stream-"))
+        stack.callback(self._ports.close)
         print(f"logs: {logs}", flush=True)
-        model = str(models.folder("smollm2"))
-        self.endpoint = f"tcp://127.0.0.1:{ports.first + 2}"
+        self._stack, self._shape, self._tokens, self._logs = stack, shape, tokens, logs
+        self._model = vllm_engines.write_model(vllm_engines.SHAPES[shape]) if shape else models.folder("smollm2")
+        self._gpus = len(vllm_engines.gpus()) if shape else 0
+        chunked = ["--max-num-batched-tokens", str(chunk)]
+        endpoints = [self._ports.first + 3, self._ports.first + 4]
+        self.endpoints = [f"tcp://127.0.0.1:{port}" for port in endpoints]
+        # Ports of workers follow those of schedulers: only one of each engine is given.
+        self.prefill = [
+            self._serve("prefill", 0, chunked, "prefill", port=endpoints[0]),
+            self._serve("prefill-by-layers", 0, chunked, "prefill", port=0, stream_layers=True),
+        ]
+        self.decode = self._serve("decode", 1, [], "decode")
+        for server in (*self.prefill, self.decode):
+            server.ready()
+        self.endpoints[1] = _endpoint_in(self.prefill[1].log)
 
-        def serve(name: str, page_port: str, core: int, *more: str, **options: Any) -> Server:
-            port = ports.first + core
-            words = with_options(launch_line(name, {"MODEL": model, page_port: str(port)}), stream=True, **options)
-            log, environment = logs / f"{name}.log", for_server(core=core)
-            server = Server(name, [*words, *FOR_CPU, *more], log, port=port, environment=environment)
-            stack.callback(server.kill)
-            return server
-
-        self.prefill = serve("prefill", "8100", 0, "--max-num-batched-tokens", str(chunk), port=ports.first + 2)
-        self.decode = serve("decode", "8200", 1)
-        self.prefill.ready(), self.decode.ready()
+    def _serve(self, name: str, place: int, more: list[str], line: str, **options: Any) -> Server:
+        port = self._ports.first + {"prefill": 0, "prefill-by-layers": 1, "decode": 2}[name]
+        page_port = "8100" if line == "prefill" else "8200"
+        words = with_options(
+            launch_line(line, {"MODEL": str(self._model), page_port: str(port)}), stream=True, **options
+        )
+        if self._shape is None:
+            words, environment = [*words, *FOR_CPU], for_server(core=place)
+        else:
+            words += ["--skip-tokenizer-init"]
+            words += vllm_engines.launch_words(
+                context_tokens=self._tokens + 1000,
+                kv_cache_bytes=GPU_CACHE_BYTES,
+                generates=line == "decode",
+                on_cpu=False,
+            )
+            environment = vllm_engines.environment(min(place, self._gpus - 1), on_cpu=False)
+        server = Server(name, [*words, *more], self._logs / f"{name}.log", port=port, environment=environment)
+        self._stack.callback(server.kill)
+        return server
 
     def _ask(self, server: Server, body: dict[str, Any]) -> tuple[float, dict[str, Any]]:
         """When the answer was there, and the answer."""
@@ -69,59 +105,71 @@ class Pair:
 
     def at_the_end(self, body: dict[str, Any]) -> tuple[float, float]:
         """When prefill's and decode's answers were there."""
-        prefilled, answer = self._ask(self.prefill, body | {"kv_transfer_params": TO_PREFILL})
+        prefilled, answer = self._ask(self.prefill[0], body | {"kv_transfer_params": TO_PREFILL})
         return prefilled, self._ask(self.decode, body | {"kv_transfer_params": answer["kv_transfer_params"]})[0]
 
-    def streamed(self, body: dict[str, Any]) -> tuple[float, float]:
+    def streamed(self, body: dict[str, Any], *, by_layers: bool = False) -> tuple[float, float]:
         """The same, with both asked at once."""
-        key = uuid.uuid4().hex
+        key, number = uuid.uuid4().hex, int(by_layers)
         with ThreadPoolExecutor(2) as clients:
-            prefilled = clients.submit(self._ask, self.prefill, for_prefill(body, key))
-            decoded = clients.submit(self._ask, self.decode, for_decode(body, key, self.endpoint))
+            prefilled = clients.submit(self._ask, self.prefill[number], for_prefill(body, key))
+            decoded = clients.submit(self._ask, self.decode, for_decode(body, key, self.endpoints[number]))
             return prefilled.result()[0], decoded.result()[0]
 
 
-def measure(tokens: int, chunk: int, calls: int) -> list[dict[str, Any]]:
+def _endpoint_in(log: Path) -> str:
+    """Where a server's log says that its scheduler listens."""
+    return re.findall(r"peers reach this engine at (\S+)", log.read_text())[-1]
+
+
+def measure(shape: str | None, tokens: int, chunk: int, calls: int) -> list[dict[str, Any]]:
     """A row for each way."""
     generator = random.Random(0)
+    first, last = VOCABULARY if shape is None else (4, vllm_engines.SHAPES[shape]["vocab_size"])
 
     def body(length: int) -> dict[str, Any]:
-        prompt = [generator.randrange(*VOCABULARY) for _ in range(length)]
-        return {"prompt": prompt, "max_tokens": 1, "ignore_eos": True}
+        prompt = [generator.randrange(first, last) for _ in range(length)]
+        return {"model": "m", "prompt": prompt, "max_tokens": 1, "ignore_eos": True} | (
+            {} if shape is None else {"detokenize": False}
+        )
 
-    samples: dict[str, list[tuple[float, float]]] = {"at the end": [], "streamed": []}
-    moved: dict[str, dict[str, float]] = {}
     cached = []
     with ExitStack() as stack:
-        pair = Pair(stack, chunk)
-        ways = {"at the end": pair.at_the_end, "streamed": pair.streamed}
-        for way in ways.values():  # connections, and what is computed once
-            way(body(2 * chunk))
-        for way in [*ways] * calls:
-            request, began = body(tokens), time.perf_counter()
-            prefilled, decoded = ways[way](request)
-            samples[way].append((decoded - prefilled, decoded - began))
-            asked = time.perf_counter()
-            cached.append(pair._ask(pair.decode, request)[0] - asked)
-            print(f"{way}: {samples[way][-1][0] * 1e3:.1f} ms of {samples[way][-1][1]:.2f} s", flush=True)
-        time.sleep(2)  # engines report now and then
-        totals = {name: pair.decode.metric(name) for name in (PARTS, BYTES)}
-    moved["streamed"] = {"parts": totals[PARTS] / (calls + 1)}
-    moved["at the end"] = {"parts": 0.0}
+        pair = Pair(stack, shape, tokens, chunk)
+        ways = {
+            "at the end": pair.at_the_end,
+            "streamed": pair.streamed,
+            "streamed, its end by layers": functools.partial(pair.streamed, by_layers=True),
+        }
+        samples: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+        moved: dict[str, dict[str, float]] = {way: dict.fromkeys(COUNTERS, 0.0) for way in ways}
+        for take in [*ways.values()] * 2:  # connections, and what is computed once
+            take(body(min(tokens, 2 * chunk)))
+        for way in ways:
+            before = _counters(pair.decode)
+            for _ in range(calls):
+                request, began = body(tokens), time.perf_counter()
+                prefilled, decoded = ways[way](request)
+                samples[way].append((decoded - prefilled, decoded - began))
+                asked = time.perf_counter()
+                cached.append(pair._ask(pair.decode, request)[0] - asked)
+                print(f"{way}: {samples[way][-1][0] * 1e3:.1f} ms of {samples[way][-1][1]:.2f} s", flush=True)
+            moved[way] = {name: (now - before[name]) / calls for name, now in _counters(pair.decode).items()}
     rows = [
         {
             "way": way,
             "after_prefill_ms": [1e3 * after for after, _ in taken],
             "first_token_ms": [1e3 * whole for _, whole in taken],
-            "bytes_in_all": totals[BYTES],
             **moved[way],
         }
         for way, taken in samples.items()
     ]
-    return [
-        *rows,
-        {"way": "in decode's cache", "after_prefill_ms": [1e3 * seconds for seconds in cached], "parts": 0.0},
-    ]
+    return [*rows, {"way": "in decode's cache", "after_prefill_ms": [1e3 * seconds for seconds in cached]}]
+
+
+def _counters(decode: Server) -> dict[str, float]:
+    time.sleep(2)  # engines report now and then
+    return {name: decode.metric(metric) for name, metric in COUNTERS.items()}
 
 
 def table(content: dict[str, Any]) -> str:
@@ -135,11 +183,13 @@ def table(content: dict[str, Any]) -> str:
             row["way"],
             spread(row["after_prefill_ms"]),
             spread(row["first_token_ms"]) if "first_token_ms" in row else "-",
-            f"{row['parts']:.1f}",
+            f"{row['parts']:.1f}" if "parts" in row else "-",
+            f"{row['layerwise']:.1f}" if "parts" in row else "-",
         ]
         for row in content["results"]
     ]
-    head = ["handed over", "prefill's answer to first token, ms", "request to first token, ms", "parts a prompt"]
+    times = ["prefill's answer to first token, ms", "request to first token, ms"]
+    head = ["handed over", *times, "parts", "ends by layers"]
     measured_on = ", ".join(f"{key} {value}" for key, value in content["environment"].items())
     return f"{tables.markdown(head, rows)}\n\nMedian (least to most). Measured on: {measured_on}."
 
@@ -154,12 +204,14 @@ def main() -> None:
     )
     parser.add_argument("--chunk", type=int, default=256, help="tokens that prefill computes in a step")
     parser.add_argument("--calls", type=int, default=6)
+    parser.add_argument("--shape", choices=list(vllm_engines.SHAPES), help="a model of random weights, on GPUs")
     options = parser.parse_args()
     if not options.only_show:
         load_before = os.getloadavg()[0]
-        results = measure(options.tokens, options.chunk, options.calls)
-        settings = {
-            "model": "SmolLM2-135M, float32",
+        results = measure(options.shape, options.tokens, options.chunk, options.calls)
+        on = vllm_engines.versions(vllm_engines.gpus()) if options.shape else {}
+        settings = on | {
+            "model": f"{options.shape}, bfloat16" if options.shape else "SmolLM2-135M, float32",
             "prompt_tokens": options.tokens,
             "chunk_tokens": options.chunk,
             "calls": options.calls,

@@ -40,6 +40,11 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
                 side.close()
 
     @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether layers are looked at one by one, which cannot be done within a graph of the whole model."""
+        return bool(extra_config.get("stream_layers"))
+
+    @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         """Not supported: peers may read the cache at any time."""
         return False
@@ -67,10 +72,12 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         """Loads end before a request is scheduled."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Blocks are read by peers when the prompt is done."""
+        """The layer of prompts that this step completes may go to decode now; others are read when they are done."""
+        self._worker.computed(layer_name)
 
     def wait_for_save(self) -> None:
-        """There is nothing to wait for."""
+        """Nothing is waited for: blocks are leased until they have been read."""
+        self._worker.end_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = self._worker.results()

@@ -61,6 +61,14 @@ def check_supported(vllm_config: Any) -> None:
         raise InvalidRequest("sleep mode is not supported: peers may read the cache at any time; leave it off")
 
 
+def check_layerwise(vllm_config: Any) -> None:
+    """InvalidRequest where a layer's end says nothing: with drafters that look ahead, or a step in several batches."""
+    if vllm_config.speculative_config is not None:
+        raise InvalidRequest("stream_layers cannot be used with speculative decoding: leave it out (stream may stay)")
+    if getattr(vllm_config.parallel_config, "use_ubatching", False):
+        raise InvalidRequest("stream_layers cannot be used with --enable-dbo or --ubatch-size: leave one of them out")
+
+
 def check_buffer_device(vllm_config: Any, layout: CacheLayout) -> None:
     """InvalidRequest where a buffer is asked for on another device than the cache's: there is none.
 

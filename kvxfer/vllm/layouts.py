@@ -58,6 +58,11 @@ class TableGroup:
             del blocks[0]
         return blocks
 
+    def last(self, blocks: Sequence[int], tokens: int, first_token: int) -> list[int]:
+        """Of blocks whose last one holds the last of `tokens` tokens, those from the one with `first_token` on."""
+        count = -(-tokens // self.block_tokens) - first_token // self.block_tokens
+        return list(blocks[max(0, len(blocks) - count) :]) if count > 0 else []
+
 
 def table_groups(kv_cache_config: Any) -> tuple[TableGroup, ...]:
     """The groups that move between engines. Raises InvalidLayout for a kind that kvxfer does not know."""

@@ -57,6 +57,37 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Opening:
+    """A streamed prompt that the step completes: each layer may go to decode when it has been computed.
+
+    `blocks` are those of the whole prompt, of groups that move this way; `prompt` is its digest.
+    """
+
+    request_id: str
+    stream_id: str
+    blocks: BlockIds
+    tokens: int
+    prompt: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reserve:
+    """Blocks of a load for what lies behind a streamed prompt's first `first_token` tokens, up to `tokens`.
+
+    Each rank reserves its share under the ticket, and tells the same rank of prefill, which listens at `ranks[rank]`.
+    """
+
+    request_id: str
+    stream_id: str
+    ticket: bytes
+    blocks: BlockIds
+    first_token: int
+    tokens: int
+    ttl_s: float
+    ranks: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Orders(KVConnectorMetadata):
     """One step's orders. `serial` rises by one with each step of the engine."""
 
@@ -68,6 +99,8 @@ class Orders(KVConnectorMetadata):
     releases: tuple[bytes, ...] = ()  # tickets with which nothing will be fetched
     cancelled: tuple[str, ...] = ()  # requests whose load nobody waits for any more
     pieces: tuple[Piece, ...] = ()
+    openings: tuple[Opening, ...] = ()
+    reserves: tuple[Reserve, ...] = ()
     broken: tuple[tuple[str, str], ...] = ()  # streamed requests for which nothing more comes, and why
     revoked: tuple[str, ...] = ()  # requests whose leases end before anything else happens
     knows_ranks: bool = False  # the scheduler has every rank's endpoint
@@ -75,13 +108,17 @@ class Orders(KVConnectorMetadata):
 
 @dataclass(kw_only=True)
 class RankReport(KVConnectorWorkerMetadata):
-    """Where ranks listen for peers, and how many of them have ended the lease of a request's part."""
+    """Where ranks listen for peers; how many of them have ended the lease of a request's part, or its reservation."""
 
     endpoints: dict[int, str] = field(default_factory=dict)
     ended_parts: dict[str, int] = field(default_factory=dict)
+    ended_reservations: dict[str, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         """The reports of two workers as one."""
         assert isinstance(other, RankReport)
-        ended = Counter(self.ended_parts) + Counter(other.ended_parts)
-        return RankReport(endpoints=self.endpoints | other.endpoints, ended_parts=dict(ended))
+        return RankReport(
+            endpoints=self.endpoints | other.endpoints,
+            ended_parts=dict(Counter(self.ended_parts) + Counter(other.ended_parts)),
+            ended_reservations=dict(Counter(self.ended_reservations) + Counter(other.ended_reservations)),
+        )

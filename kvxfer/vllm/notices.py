@@ -1,7 +1,8 @@
-"""What two engines' schedulers tell each other of a prompt that is streamed: msgpack, in kvxfer's notices.
+"""What two engines tell each other of a prompt that is streamed: msgpack, in kvxfer's notices.
 
-Decode asks, again and again while it waits; prefill answers each time with all there is to say, and unasked when there
-is something new. So any of these words may be lost.
+Between the schedulers decode asks, again and again while it waits; prefill answers each time with all there is to say,
+and unasked when there is something new. A rank of decode tells the same rank of prefill which blocks it may write to.
+Any of these words may be lost.
 
 Imports errors.
 """
@@ -36,7 +37,8 @@ class News(msgspec.Struct, frozen=True, kw_only=True, tag="news"):
 
     Without `tokens` it waits there; else it has begun, and `tokens` of the prompt will be handed over, of which
     `computed` are computed. `ticket` is a lease of the prompt's beginning, or of all of it if `is_last`. `ended` says
-    why there will be none.
+    why there will be none. With `open_from` the prompt's last step has begun: what comes after that token will be
+    written into blocks that decode reserves and tells the `ranks` of, layer by layer.
     """
 
     id: StreamId
@@ -45,18 +47,31 @@ class News(msgspec.Struct, frozen=True, kw_only=True, tag="news"):
     ticket: bytes = b""
     is_last: bool = False
     ended: str = ""
+    open_from: Tokens | None = None
+    ranks: tuple[str, ...] = ()
 
+
+class Reserved(msgspec.Struct, frozen=True, kw_only=True, tag="reserved"):
+    """Blocks of one rank of decode for the end of a prompt, and how they are to be written: see `Cache.send`."""
+
+    id: StreamId
+    ticket: bytes
+    wire: str = "raw"
+    allow_missing: bool = False
+
+
+Notice = Ask | Leave | News | Reserved
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Ask | Leave | News)
+_decoder = msgspec.msgpack.Decoder(Notice)
 
 
-def encode(notice: Ask | Leave | News) -> bytes:
+def encode(notice: Notice) -> bytes:
     """The notice as bytes."""
     return _encoder.encode(notice)
 
 
-def decode(payload: bytes) -> Ask | Leave | News:
+def decode(payload: bytes) -> Notice:
     """The notice in a payload. Raises InvalidRequest."""
     try:
         return _decoder.decode(payload)

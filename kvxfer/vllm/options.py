@@ -63,6 +63,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     """Hand over finished blocks while the rest of a prompt is still being computed. Both engines need it, and a front
     end that asks both at once."""
+    stream_layers: bool = False
+    """Of a prefill engine that streams: hand over what a prompt's last step computes layer by layer, while that step
+    is at work. vLLM then captures no full CUDA graphs, only piecewise ones."""
     stream_timeout_s: Seconds = 60.0
     """How long decode waits for a sign that a streamed prompt has reached prefill, and then for each advance of its
     computation; how long prefill remembers who has asked for a prompt that has not come yet."""
@@ -105,6 +108,8 @@ def options_of(kv_transfer_config: Any) -> Options:
         raise InvalidRequest(f"lease_s is {options.lease_s:g}, above limits.max_ttl_s ({limits.max_ttl_s:g})")
     if options.secret is not None and options.secret_file is not None:
         raise InvalidRequest("kv_connector_extra_config has both secret and secret_file; set one of them")
+    if options.stream_layers and not options.stream:
+        raise InvalidRequest("stream_layers needs stream: set both, or neither")
     _check_discovery(options, kv_transfer_config.kv_role)
     return options
 

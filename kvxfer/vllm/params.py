@@ -76,8 +76,13 @@ def bound_request_id(request: Any, tokens: int) -> str:
 
 def is_for_prompt(ticket: Ticket, request: Any) -> bool:
     """Whether the ticket was issued for the beginning of this request's prompt."""
-    _, mark, digest = ticket.request_id.rpartition(_MARK)
-    return bool(mark) and ticket.tokens <= request.num_prompt_tokens and digest == prompt_digest(request, ticket.tokens)
+    return ticket.tokens <= request.num_prompt_tokens and is_bound_to(ticket, prompt_digest(request, ticket.tokens))
+
+
+def is_bound_to(ticket: Ticket, digest: str) -> bool:
+    """Whether the ticket was issued for tokens with this digest."""
+    _, mark, found = ticket.request_id.rpartition(_MARK)
+    return bool(mark) and found == digest
 
 
 def prompt_digest(request: Any, tokens: int) -> str:

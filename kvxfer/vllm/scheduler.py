@@ -27,7 +27,7 @@ from kvxfer.vllm.discovery import Announcer
 from kvxfer.vllm.fingerprint import fingerprint_of
 from kvxfer.vllm.layouts import TableGroup, table_groups, table_layout
 from kvxfer.vllm.metadata import BlockIds, Load, Orders, Publication, RankReport
-from kvxfer.vllm.notices import News
+from kvxfer.vllm.notices import Ask, Leave, News
 from kvxfer.vllm.options import Options, connector_arguments
 from kvxfer.vllm.stats import KvxferStats
 from kvxfer.vllm.stream_in import StreamsIn, wanted_less
@@ -120,7 +120,6 @@ class SchedulerSide:
         self.stats = KvxferStats()
         self._unread: deque[tuple[str, bytes | KvxferError]] = deque(maxlen=_MAX_UNREAD)  # kvxfer's thread appends
         unread = self._unread.append
-        self._connector.on_notice(lambda endpoint, payload: unread((endpoint, payload)))
         self._streams_out = StreamsOut(
             self._connector,
             self._layout,
@@ -129,16 +128,21 @@ class SchedulerSide:
             ranks=self._ranks,
             lookahead=versions.prefill_lookahead(vllm_config),
             leases_parts=not versions.writes_before_revoking(vllm_config, kv_cache_config),
+            endpoints=self._rank_endpoints,
         )
         self._streams_in = StreamsIn(
             self._connector,
             self._secret,
             options,
+            self._layout,
+            self._groups,
+            ranks=self._ranks,
             usable=self._can_go_on_from,
             handed_over=self._take_ticket,
             given_up=self._stream_given_up,
             unreachable=lambda endpoint, error: unread((endpoint, error)),
         )
+        self._connector.on_notice(self._hear)
         self._announcer: Announcer | None = None
         if options.discovery_address is not None:
             self._announcer = Announcer(
@@ -231,8 +235,10 @@ class SchedulerSide:
         request_id = request.request_id
         if self._streams_in.awaits(request_id):
             if external_tokens > 0:
-                tokens, cached_tokens = self._streams_in.begin(request_id, external_tokens)
-                self._loads.append(self._load(request_id, None, tokens, cached_tokens, blocks.get_block_ids()))
+                tokens, cached_tokens = self._streams_in.extent(request_id)
+                load = self._load(request_id, None, tokens, cached_tokens, blocks.get_block_ids())
+                self._loads.append(load)
+                self._streams_in.begin(load, external_tokens)
             else:
                 self._streams_in.drop(request_id)
             return
@@ -411,8 +417,8 @@ class SchedulerSide:
         """What the workers are to do in a step that vLLM has scheduled, each thing once."""
         self._renew()
         self._read_notices()
-        parts, revoked = self._streams_out.step(scheduled)
-        pieces, broken = self._streams_in.step()
+        parts, openings, revoked = self._streams_out.step(scheduled)
+        pieces, reserves, broken = self._streams_in.step()
         self._serial += 1
         orders = Orders(
             serial=self._serial,
@@ -423,6 +429,8 @@ class SchedulerSide:
             releases=tuple(self._releases),
             cancelled=tuple(self._cancelled),
             pieces=tuple(pieces),
+            openings=tuple(openings),
+            reserves=tuple(reserves),
             broken=(*self._broken, *broken),
             revoked=tuple(revoked),
             knows_ranks=len(self._endpoints) == self._ranks,
@@ -451,6 +459,11 @@ class SchedulerSide:
                 self._connector.retire(promise.ticket)
                 self._streams_out.released(request_id)
 
+    def _hear(self, endpoint: str, payload: bytes) -> None:
+        """On kvxfer's thread."""
+        self._unread.append((endpoint, payload))
+        self._streams_out.answer_at_once(endpoint, payload)
+
     def _read_notices(self) -> None:
         while self._unread:
             endpoint, word = self._unread.popleft()
@@ -464,17 +477,24 @@ class SchedulerSide:
                 continue
             if isinstance(notice, News):
                 self._streams_in.take(notice)
-            else:
+            elif isinstance(notice, Ask | Leave):
                 self._streams_out.take(endpoint, notice)
 
     def _take_report(self, report: RankReport) -> None:
         for request_id, ranks in report.ended_parts.items():
             self._streams_out.part_ended(request_id, ranks)
+        for request_id, ranks in report.ended_reservations.items():
+            self._streams_in.reservation_ended(request_id, ranks)
         known = self._endpoints | report.endpoints
         if known != self._endpoints:
             self._endpoints = known
             if len(known) == self._ranks:
                 self._connector.set_members(known)
+
+    def _rank_endpoints(self) -> tuple[str, ...]:
+        """All ranks' endpoints; none until the last one is known."""
+        known = len(self._endpoints) == self._ranks
+        return tuple(self._endpoints[rank] for rank in sorted(self._endpoints)) if known else ()
 
 
 def _left_to_decode(vllm_config: Any, groups: tuple[TableGroup, ...]) -> int:

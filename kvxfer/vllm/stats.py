@@ -18,9 +18,10 @@ from kvxfer.transfers.transfer import TransferStats
 
 SAMPLES = ("seconds", "posted_seconds", "bytes", "wire_bytes")
 """Lists with one number for each fetch that succeeded."""
-COUNTS = ("failed", "refused", "expired", "released", "not_published", "parts", "given_up")
+COUNTS = ("failed", "refused", "expired", "released", "not_published", "parts", "layerwise", "given_up")
 """Loads that failed; tickets refused before a fetch; leases that ran out, that were released, that never began; fetches
-that took part of a prompt while the rest was computed; streams that ended too early."""
+that took part of a prompt while the rest was computed; prompts whose end came layer by layer; streams that ended too
+early."""
 
 
 @dataclass
@@ -94,6 +95,7 @@ _COUNT_NAMES = {
     "expired": ("vllm:kvxfer_expired_leases", "Leases of prefilled blocks that ran out."),
     "released": ("vllm:kvxfer_released_leases", "Leases of prefilled blocks that decode released."),
     "parts": ("vllm:kvxfer_streamed_parts", "Fetches of part of a prompt whose rest was still being computed."),
+    "layerwise": ("vllm:kvxfer_layerwise_prompts", "Streamed prompts whose last step came layer by layer."),
     "given_up": ("vllm:kvxfer_streams_given_up", "Streamed prompts of which decode could not get all."),
     "not_published": ("vllm:kvxfer_unpublished_requests", "Prefilled requests that could not be offered to decode."),
 }

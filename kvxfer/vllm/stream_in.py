@@ -1,10 +1,11 @@
 """Decode's end of a stream, in the scheduler: prompts that arrive in parts, while another engine computes them.
 
 A request waits in vLLM's queue until its prompt has begun elsewhere. Then it gets blocks for the whole prompt, and the
-workers fetch each part that prefill leases, and at last what is left. Whatever goes wrong before the end, by a word of
-prefill or by its silence, ends the load, which vLLM takes up by its policy.
+workers fetch each part that prefill leases, and at last what is left. If prefill can write the end layer by layer,
+they reserve blocks for it. Whatever goes wrong before the end, by a word of prefill or by its silence, ends the load,
+which vLLM takes up by its policy.
 
-Imports metadata, notices, options, params, and kvxfer's connector.
+Imports layouts, metadata, notices, options, params, and kvxfer's connector.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from vllm.logger import init_logger
 
 from kvxfer import ticket as tickets
 from kvxfer.connector import Connector
+from kvxfer.control.messages import Role
 from kvxfer.errors import KvxferError
+from kvxfer.layout import CacheLayout, GroupKind
 from kvxfer.ticket import Ticket
 from kvxfer.vllm import notices, params
-from kvxfer.vllm.metadata import Piece
+from kvxfer.vllm.layouts import TableGroup
+from kvxfer.vllm.metadata import Load, Piece, Reserve
 from kvxfer.vllm.notices import Ask, Leave, News
-from kvxfer.vllm.options import Options
+from kvxfer.vllm.options import Options, limits_of
 from kvxfer.vllm.params import StreamKey
 
 _log = init_logger("vllm.kvxfer.scheduler")
@@ -43,8 +47,24 @@ class _Stream:
     computed_tokens: int = 0  # by prefill, as far as is known
     cached_tokens: int = 0  # that this engine had when the rest was last offered to vLLM
     told_tokens: int = 0  # up to which the workers have a ticket
-    loads: bool = False  # the first request has blocks, and the workers know
+    load: Load | None = None  # of the first request, which has blocks, and of which the workers know
+    open_from: int | None = None  # the token behind which prefill can write, by layers
+    prefill_ranks: tuple[str, ...] = ()
+    has_reserved: bool = False
     is_complete: bool = False  # the workers have the last ticket, or know that there is none
+
+    @property
+    def loads(self) -> bool:
+        """Whether the first request has blocks."""
+        return self.load is not None
+
+
+@dataclass
+class _Reservation:
+    """A ticket for what prefill writes, and how many ranks may still have blocks there."""
+
+    ticket: Ticket
+    ranks_left: int
 
 
 class StreamsIn:
@@ -55,7 +75,10 @@ class StreamsIn:
         connector: Connector,
         secret: bytes,
         options: Options,
+        layout: CacheLayout,
+        groups: tuple[TableGroup, ...],
         *,
+        ranks: int,
         usable: Callable[[Any, int], bool],
         handed_over: Callable[[Any, Ticket], None],
         given_up: Callable[[Any, str], None],
@@ -65,11 +88,14 @@ class StreamsIn:
         the prompt was done before the request had blocks. `given_up(request, reason)`: there will be nothing.
         `unreachable(endpoint, error)` is called on kvxfer's thread, to be brought back to `StreamsIn.unreachable`."""
         self._connector, self._secret, self._options = connector, secret, options
+        self._layout, self._groups, self._ranks = layout, groups, ranks
         self._usable, self._handed_over, self._given_up = usable, handed_over, given_up
         self._unreachable = unreachable
         self._streams: dict[str, _Stream] = {}  # by id
         self._ids: dict[str, str] = {}  # stream by request
         self._pieces: list[Piece] = []
+        self._reserves: list[Reserve] = []
+        self._reservations: dict[str, _Reservation] = {}  # by request
         self._broken: list[tuple[str, str]] = []
 
     # --- a request's life -----------------------------------------------------------------------------------
@@ -98,21 +124,25 @@ class StreamsIn:
         stream = self._stream_of(request_id)
         return stream is not None and not (stream.loads and stream.requests[0].request_id == request_id)
 
-    def begin(self, request_id: str, external_tokens: int) -> tuple[int, int]:
-        """The request has blocks: parts may come. Returns the prompt's tokens that both engines will have in the end,
-        and those of them that are here.
-
-        The load fails unless vLLM wants all the others: `external_tokens`.
-        """
+    def extent(self, request_id: str) -> tuple[int, int]:
+        """The prompt's tokens that both engines will have in the end, and those of them that are here."""
         stream = self._stream_of(request_id)
-        stream.loads = True
+        return stream.tokens, stream.cached_tokens
+
+    def begin(self, load: Load, external_tokens: int) -> None:
+        """The request has blocks: parts may come.
+
+        The load fails unless vLLM wants all tokens that were offered: `external_tokens`.
+        """
+        stream = self._stream_of(load.request_id)
+        stream.load = load
         stream.heard_at = time.monotonic()
         offered = stream.tokens - stream.cached_tokens
         if external_tokens == offered:
             self._ask(stream)
+            self._reserve(stream)
         else:
             self._give_up(stream, wanted_less(external_tokens, offered))
-        return stream.tokens, stream.cached_tokens
 
     def drop(self, request_id: str) -> bool:
         """The request is over, or needs nothing. Returns whether the workers load for it."""
@@ -136,6 +166,14 @@ class StreamsIn:
             self._forget(stream)
             return True
         return False
+
+    def reservation_ended(self, request_id: str, ranks: int) -> None:
+        """So many ranks have nothing reserved any more."""
+        reservation = self._reservations[request_id]
+        reservation.ranks_left -= ranks
+        if reservation.ranks_left <= 0:
+            del self._reservations[request_id]
+            self._connector.retire(reservation.ticket)
 
     # --- what prefill says ----------------------------------------------------------------------------------
 
@@ -168,6 +206,8 @@ class StreamsIn:
                 self._give_up(stream, f"prefill computes {news.tokens} tokens, from which this engine cannot go on")
                 return
             stream.tokens = news.tokens
+        stream.open_from, stream.prefill_ranks = news.open_from, news.ranks
+        self._reserve(stream)
         if ticket is not None and stream.loads and stream.told_tokens < ticket.tokens < stream.tokens:
             self._pass_on(stream, ticket, is_last=False)
 
@@ -194,10 +234,52 @@ class StreamsIn:
         request_id = stream.requests[0].request_id
         self._pieces.append(Piece(request_id=request_id, ticket=bytes(ticket), tokens=ticket.tokens, is_last=is_last))
 
+    def _reserve(self, stream: _Stream) -> None:
+        """Have the workers reserve blocks for the prompt's end, where prefill can write it and nothing was reserved."""
+        load = stream.load
+        if load is None or stream.open_from is None or stream.has_reserved or len(stream.prefill_ranks) != self._ranks:
+            return
+        first = max(stream.open_from, load.cached_tokens)
+        blocks = {
+            group.name: group.last(load.blocks[group.name], load.tokens, first) if group.kind is GroupKind.FULL else []
+            for group in self._groups
+        }
+        if not any(blocks.values()):
+            return
+        ttl_s = min(self._options.stream_timeout_s, limits_of(self._options).max_ttl_s)
+        request = stream.requests[0]
+        try:
+            ticket = self._connector.issue(
+                self._layout,
+                blocks,
+                tokens=load.tokens,
+                ttl_s=ttl_s,
+                request_id=params.bound_request_id(request, load.tokens),
+                role=Role.SEND,
+            )
+        except KvxferError as error:
+            _log.debug("request %s: no blocks were reserved: %s", load.request_id, error)
+            return
+        stream.has_reserved = True
+        self._reservations[load.request_id] = _Reservation(ticket, self._ranks)
+        self._reserves.append(
+            Reserve(
+                request_id=load.request_id,
+                stream_id=stream.key.id,
+                ticket=bytes(ticket),
+                blocks=blocks,
+                first_token=first,
+                tokens=load.tokens,
+                ttl_s=ttl_s,
+                ranks=stream.prefill_ranks,
+            )
+        )
+
     # --- a step ---------------------------------------------------------------------------------------------
 
-    def step(self) -> tuple[list[Piece], list[tuple[str, str]]]:
-        """What the workers may fetch now, and requests for which nothing (more) will come, with the reason."""
+    def step(self) -> tuple[list[Piece], list[Reserve], list[tuple[str, str]]]:
+        """What the workers may fetch and are to reserve now, and requests for which nothing (more) will come, with the
+        reason."""
         now, timeout_s = time.monotonic(), self._options.stream_timeout_s
         for stream in list(self._streams.values()):
             if stream.is_complete:
@@ -208,8 +290,9 @@ class StreamsIn:
             elif now >= stream.ask_at:
                 self._ask(stream)
         pieces, self._pieces = self._pieces, []
+        reserves, self._reserves = self._reserves, []
         broken, self._broken = self._broken, []
-        return pieces, broken
+        return pieces, reserves, broken
 
     # --- small parts ----------------------------------------------------------------------------------------
 

@@ -5,14 +5,19 @@ engine that has blocks for them. There is one part a prompt at a time; the next 
 has let go of it. A prompt's blocks are its own while it runs, so a part ends before they change hands: in the step in
 which the prompt is preempted or has ended.
 
+With the option `stream_layers` the workers are told which prompts a step completes, and decode that it may reserve
+blocks for what is left: see layerwise.
+
 Imports layouts, metadata, notices, options, params, and kvxfer's connector.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +29,7 @@ from kvxfer.layout import CacheLayout, GroupKind
 from kvxfer.ticket import Ticket
 from kvxfer.vllm import notices, params
 from kvxfer.vllm.layouts import NULL_BLOCK, TableGroup
-from kvxfer.vllm.metadata import BlockIds, Publication
+from kvxfer.vllm.metadata import BlockIds, Opening, Publication
 from kvxfer.vllm.notices import Ask, Leave, News
 from kvxfer.vllm.options import Options
 
@@ -57,6 +62,7 @@ class _Stream:
     leased_tokens: int = 0  # by parts so far
     part: Ticket | None = None  # the one that is leased now
     last: Ticket | None = None
+    open_from: int | None = None  # the token behind which the step at work, or a later one, sends by layers
 
     @property
     def is_unwanted(self) -> bool:
@@ -85,11 +91,13 @@ class StreamsOut:
         ranks: int,
         lookahead: int,
         leases_parts: bool,
+        endpoints: Callable[[], tuple[str, ...]],
     ) -> None:
         """`lookahead`: how many tokens after a place a drafter must have seen before its keys there are final.
-        Without `leases_parts` there is nothing to fetch of a prompt before its end."""
+        Without `leases_parts` there is nothing to fetch of a prompt before its end. `endpoints()` are those of all
+        ranks in their order, as far as known."""
         self._connector, self._layout, self._groups, self._options = connector, layout, groups, options
-        self._ranks, self._lookahead = ranks, lookahead
+        self._ranks, self._lookahead, self._endpoints = ranks, lookahead, endpoints
         self._kept = tuple(group for group in groups if leases_parts and group.kind is GroupKind.FULL)
         self._index = {group.name: group.index for group in self._kept}
         self._unit = math.lcm(*(group.block_tokens for group in self._kept)) if self._kept else 0
@@ -99,6 +107,7 @@ class StreamsOut:
         self._ended: OrderedDict[str, str] = OrderedDict()  # why, by stream
         self._parts: dict[str, _Part] = {}  # by request, also after its end
         self._revoked: list[str] = []
+        self._open: dict[str, bytes] = {}  # by stream: the word that its last step has begun; read by any thread
 
     # --- a request's life -----------------------------------------------------------------------------------
 
@@ -122,6 +131,7 @@ class StreamsOut:
         stream = self._streams.get(request_id)
         if stream is None:
             return
+        self._open.pop(stream.id, None)
         if ticket is None:
             self._revoke(stream)
             self._forget(stream)
@@ -168,23 +178,36 @@ class StreamsOut:
         else:
             self._tell(stream)
 
+    def answer_at_once(self, endpoint: str, payload: bytes) -> None:
+        """On kvxfer's thread: whoever asks while a step is at work that completes the prompt need not wait for its end,
+        when the scheduler's thread takes the word."""
+        if not self._open:
+            return
+        with contextlib.suppress(KvxferError):
+            notice = notices.decode(payload)
+            if isinstance(notice, Ask) and (word := self._open.get(notice.id)):
+                self._connector.notify(endpoint, word)
+
     # --- a step ---------------------------------------------------------------------------------------------
 
-    def step(self, scheduled: Any) -> tuple[list[Publication], list[str]]:
-        """Parts to lease in a step that vLLM has scheduled, and requests whose leases end before it."""
+    def step(self, scheduled: Any) -> tuple[list[Publication], list[Opening], list[str]]:
+        """Parts to lease in a step that vLLM has scheduled, prompts that it completes and that go to decode by layers,
+        and requests whose leases end before it."""
         for stream in self._streams.values():
             if stream.request.num_preemptions != stream.preemptions:
                 stream.preemptions = stream.request.num_preemptions
-                stream.tables = {}
+                stream.tables, stream.open_from = {}, None
+                self._open.pop(stream.id, None)
                 self._revoke(stream)
         placed = self._follow_tables(scheduled)
         # In its first step a prompt may share blocks that another one fills in the same step.
         parts = [self._next_part(stream) for request_id, stream in self._streams.items() if request_id not in placed]
+        openings = [self._opening(stream) for stream in self._streams.values() if self._ends(stream, scheduled)]
         oldest = time.monotonic() - self._options.stream_timeout_s
         while self._early and next(iter(self._early.values())).heard_at < oldest:
             self._early.popitem(last=False)
         revoked, self._revoked = self._revoked, []
-        return [part for part in parts if part is not None], revoked
+        return [part for part in parts if part is not None], openings, revoked
 
     def _follow_tables(self, scheduled: Any) -> set[str]:
         """Keep block tables as vLLM tells its workers; the requests that have got a table, or another one."""
@@ -242,6 +265,32 @@ class StreamsOut:
             is_part=True,
         )
 
+    def _ends(self, stream: _Stream, scheduled: Any) -> bool:
+        """Whether the step completes a prompt, which can go to decode by layers."""
+        request = stream.request
+        count = scheduled.num_scheduled_tokens.get(request.request_id, 0)
+        wanted = self._options.stream_layers and not stream.is_unwanted and stream.last is None and stream.tables
+        return bool(
+            wanted
+            and count
+            and request.num_computed_tokens < request.num_prompt_tokens
+            and request.num_computed_tokens + count >= request.num_prompt_tokens
+        )
+
+    def _opening(self, stream: _Stream) -> Opening:
+        request = stream.request
+        tokens = request.num_prompt_tokens
+        stream.open_from = stream.leased_tokens
+        self._open[stream.id] = notices.encode(self._news(stream))
+        self._tell(stream)
+        return Opening(
+            request_id=request.request_id,
+            stream_id=stream.id,
+            blocks=self._blocks(stream, tokens),
+            tokens=tokens,
+            prompt=params.prompt_digest(request, tokens),
+        )
+
     def _blocks(self, stream: _Stream, tokens: int) -> BlockIds:
         """A part's lists. Windows and states move on while the prompt runs: the null block stands for theirs."""
         blocks = {}
@@ -257,7 +306,7 @@ class StreamsOut:
     # --- small parts ----------------------------------------------------------------------------------------
 
     def _revoke(self, stream: _Stream) -> None:
-        if stream.part is not None or stream.last is not None:
+        if stream.part is not None or stream.last is not None or stream.open_from is not None:
             self._revoked.append(stream.request.request_id)
             stream.part = None
 
@@ -275,15 +324,19 @@ class StreamsOut:
         listener = stream.listener
         if listener is None or listener.is_gone:
             return
+        self._connector.notify(listener.endpoint, notices.encode(self._news(stream)))
+
+    def _news(self, stream: _Stream) -> News:
         ticket = stream.last or stream.part
-        news = News(
+        return News(
             id=stream.id,
             tokens=stream.request.num_prompt_tokens if stream.has_begun else 0,
             computed=stream.request.num_computed_tokens,
             ticket=bytes(ticket) if ticket else b"",
             is_last=stream.last is not None,
+            open_from=stream.open_from,
+            ranks=self._endpoints() if stream.open_from is not None else (),
         )
-        self._connector.notify(listener.endpoint, notices.encode(news))
 
 
 def _remember(table: OrderedDict, key: str, value: object) -> None:

@@ -57,6 +57,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
 LATER: dict[str, tuple[str, ...]] = {
     "get_transfer_results": ("finished_req_ids",),
     "get_loaded_kv_cache_group_ids": ("request",),
+    "requires_piecewise_for_cudagraph": ("extra_config",),
     "has_pending_block_frees": (),
     "supports_sleep_mode": ("kv_transfer_config",),
 }

@@ -3,7 +3,7 @@
 Runs on vLLM's main thread; the bytes move on kvxfer's. Every order is answered exactly once, by every rank: a
 publication when its lease has ended, a load when its fetches have.
 
-Imports intake, layouts, metadata, options, stats, versions, and kvxfer's connector.
+Imports intake, layerwise, layouts, metadata, notices, options, stats, versions, and kvxfer's connector.
 """
 
 from __future__ import annotations
@@ -17,15 +17,21 @@ from vllm.logger import init_logger
 
 from kvxfer.cache import Cache
 from kvxfer.connector import Connector
+from kvxfer.control import auth
 from kvxfer.errors import KvxferError
+from kvxfer.layout import GroupKind
 from kvxfer.lease import Lease, LeaseState
 from kvxfer.transfers.fetch import Fetch
-from kvxfer.vllm import engine, versions
+from kvxfer.transfers.reserve import Reservation
+from kvxfer.transfers.transfer import TransferStats
+from kvxfer.vllm import engine, notices, versions
 from kvxfer.vllm.engine import Place
 from kvxfer.vllm.fingerprint import fingerprint_of
 from kvxfer.vllm.intake import Intake, broken_off
+from kvxfer.vllm.layerwise import Layerwise
 from kvxfer.vllm.layouts import TableGroup, cache_layout, table_groups
-from kvxfer.vllm.metadata import BlockIds, Load, Orders, Piece, Publication, RankReport
+from kvxfer.vllm.metadata import BlockIds, Load, Orders, Piece, Publication, RankReport, Reserve
+from kvxfer.vllm.notices import Reserved
 from kvxfer.vllm.options import Options, connector_arguments
 from kvxfer.vllm.stats import KvxferStats
 
@@ -60,6 +66,8 @@ class WorkerSide:
         self._leases: dict[str, Lease] = {}
         self._parts: dict[str, Lease] = {}  # of requests that are streamed
         self._ended_parts: dict[str, int] = {}
+        self._ended_reservations: dict[str, int] = {}
+        self._layerwise: Layerwise | None = None
         self._intakes: dict[str, Intake] = {}
         self._sent: set[str] = set()
         self._failed_blocks: set[int] = set()
@@ -71,6 +79,8 @@ class WorkerSide:
     def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Make vLLM's cache known to peers. Raises what kvxfer finds wrong, which ends the engine's start."""
         place = self._place
+        if self._options.stream_layers:
+            engine.check_layerwise(self._config)
         layout = cache_layout(
             self._groups,
             tensors,
@@ -87,13 +97,22 @@ class WorkerSide:
         self._tensors = {
             group.name: [tensors[layer] for layer in group.layers if layer in tensors] for group in self._groups
         }
+        arguments = connector_arguments(self._options, engine.port_offset(self._config.parallel_config, place.rank))
         self._connector = Connector(
             engine.connector_name(self._config, f"rank {place.rank}"),
             rank=place.rank,
             ranks=place.ranks,
-            **connector_arguments(self._options, engine.port_offset(self._config.parallel_config, place.rank)),
+            **arguments,
         )
         self._cache = self._connector.register(None, layout, scales=engine.scales(self._config, layout))
+        if self._options.stream_layers:
+            self._layerwise = Layerwise(
+                self._cache,
+                secret=auth.secret_bytes(arguments["secret"]),
+                timeout_s=self._options.stream_timeout_s,
+                mark=self._event,
+            )
+            self._connector.on_notice(self._layerwise.take)
         _log.info(
             "rank %d of %d listens on %s; %s; backends %s; ways %s",
             place.rank,
@@ -138,9 +157,26 @@ class WorkerSide:
                 self._intakes[piece.request_id].offer(piece)
             else:
                 self._release(piece.ticket)
+        for reserve in orders.reserves:
+            if reserve.request_id in self._intakes:
+                self._intakes[reserve.request_id].make_room(reserve)
+            else:
+                self._reservation_ended(reserve)
         for request_id, reason in orders.broken:
             if request_id in self._intakes:
                 self._intakes[request_id].end(broken_off(reason))
+        if self._layerwise is not None:
+            self._layerwise.begin_step(orders.openings)
+
+    def computed(self, layer: str) -> None:
+        """The step has computed a layer, or launched it."""
+        if self._layerwise is not None:
+            self._layerwise.computed(layer)
+
+    def end_step(self) -> None:
+        """The step has computed everything, or launched it."""
+        if self._layerwise is not None:
+            self._layerwise.end_step()
 
     def revoke(self, orders: Orders) -> None:
         """End the leases of blocks that change hands in this step. Before any of them is written; once a step."""
@@ -153,9 +189,12 @@ class WorkerSide:
         received: set[str] = set()
         failed: set[str] = set()
         for request_id, lease in list(self._leases.items()):
+            if self._sends_all and self._layerwise.has_sent(request_id):
+                lease.release()
             if lease.released.is_set():
                 if request_id in self._parts:  # its blocks are given back now
                     self._parts[request_id].release()
+                self._forget_sent(request_id)
                 del self._leases[request_id]
                 sent.add(request_id)
                 self._lease_ended(request_id, lease)
@@ -175,17 +214,18 @@ class WorkerSide:
         return set() if versions.REPORTS_FAILED_REQUESTS else blocks
 
     def report(self) -> RankReport | None:
-        """Where this rank listens, until the scheduler knows; and which parts' leases have ended."""
+        """Where this rank listens, until the scheduler knows; and which parts' leases and reservations have ended."""
         for request_id, lease in list(self._parts.items()):
             if lease.released.is_set():
                 del self._parts[request_id]
                 self._ended_parts[request_id] = 1
-        ended, self._ended_parts = self._ended_parts, {}
+        parts, self._ended_parts = self._ended_parts, {}
+        reservations, self._ended_reservations = self._ended_reservations, {}
         tells_endpoint = not self._scheduler_knows_ranks and self._connector is not None
-        if not ended and not tells_endpoint:
+        if not parts and not reservations and not tells_endpoint:
             return None
         endpoints = {self._place.rank: self._connector.endpoint} if tells_endpoint else {}
-        return RankReport(endpoints=endpoints, ended_parts=ended)
+        return RankReport(endpoints=endpoints, ended_parts=parts, ended_reservations=reservations)
 
     # --- parts ----------------------------------------------------------------------------------------------
 
@@ -200,11 +240,14 @@ class WorkerSide:
                 stream=self._stream() if publication.is_part or self._drafts else None,
             )
             (self._parts if publication.is_part else self._leases)[request_id] = lease
+            if self._layerwise is not None and not publication.is_part:
+                self._layerwise.close(request_id)
         except KvxferError as error:
             if publication.is_part:
                 self._ended_parts[request_id] = 1
                 _log.debug("request %s: no part was leased: %s", request_id, error)
                 return
+            self._forget_sent(request_id)
             self._sent.add(request_id)
             self.stats.count("not_published")
             _log.error("request %s cannot be offered to decode: %s", request_id, error)
@@ -214,6 +257,22 @@ class WorkerSide:
             for lease in (self._parts.get(request_id), self._leases.get(request_id)):
                 if lease is not None:
                     lease.release()
+            self._forget_sent(request_id)
+
+    @property
+    def _sends_all(self) -> bool:
+        """Whether what is sent by layers is all of a prompt: no group's blocks are left to a fetch."""
+        return self._layerwise is not None and all(group.kind is GroupKind.FULL for group in self._groups)
+
+    def _forget_sent(self, request_id: str) -> None:
+        """The request's blocks change hands."""
+        if self._layerwise is not None:
+            self._layerwise.forget(request_id)
+
+    def _event(self) -> object:
+        """A point behind all that is launched now. None for a cache on the CPU."""
+        stream = self._stream()
+        return None if stream is None else stream.record_event()
 
     def _stream(self) -> object:
         """The stream on which earlier steps were launched: they may still be at work. None for a cache on the CPU."""
@@ -223,7 +282,13 @@ class WorkerSide:
     def _begin(self, load: Load) -> None:
         self._blank(load.blank)
         self._intakes[load.request_id] = Intake(
-            load, self._groups, fetch=self._fetch, release=self._release, fetched=self._fetched
+            load,
+            self._groups,
+            fetch=self._fetch,
+            reserve=self._reserve,
+            release=self._release,
+            fetched=self._fetched,
+            reservation_ended=self._reservation_ended,
         )
 
     def _fetch(self, ticket: bytes, blocks: BlockIds, timeout_s: float) -> Fetch:
@@ -234,6 +299,35 @@ class WorkerSide:
             timeout_s=timeout_s,
             allow_missing=self._options.allow_missing_layers,
         )
+
+    def _reserve(self, order: Reserve) -> Reservation:
+        reservation = self._cache.reserve(order.blocks, tokens=order.tokens, ttl_s=order.ttl_s, ticket=order.ticket)
+        word = Reserved(
+            id=order.stream_id,
+            ticket=order.ticket,
+            wire=self._options.wire,
+            allow_missing=self._options.allow_missing_layers,
+        )
+        self._connector.notify(order.ranks[self._place.rank], notices.encode(word))
+        return reservation
+
+    def _reservation_ended(self, order: Reserve, stats: TransferStats | None = None) -> None:
+        """Nobody writes under it any more; with `stats` everything has come."""
+        self._ended_reservations[order.request_id] = 1
+        if stats is not None:
+            self.stats.count("layerwise")
+            _log.debug(
+                "tokens %d to %d of request %s came layer by layer: %d bytes (%d on the wire), way %s, backend %s, "
+                "wire %s",
+                order.first_token,
+                order.tokens,
+                order.request_id,
+                stats.bytes,
+                stats.wire_bytes,
+                stats.way,
+                stats.backend,
+                stats.wire,
+            )
 
     def _blank(self, blocks: BlockIds) -> None:
         for name, ids in blocks.items():

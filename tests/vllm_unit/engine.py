@@ -49,7 +49,7 @@ TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 TO_DECODE = {"do_remote_decode": False, "do_remote_prefill": True}
 SECRET = "a secret of the tests"
 
-LASTING = {"_spent", "_ended", "_endpoints", "_index", "_tensors", "_ways_seen"}
+LASTING = {"_spent", "_ended", "_endpoints", "_index", "_tensors", "_ways_seen", "_seen", "_early"}
 """Attributes that do not belong to a request that is under way: of fixed size, or the newest of what is over."""
 
 torch.set_num_threads(1)
@@ -191,6 +191,7 @@ class Engine:
         self.answers: dict[str, Answer] = {}
         self.stats: list[Any] = []  # of the connector, as vLLM's front end gets them
         self.closed = False
+        self.after_layer: Callable[[int], None] = lambda layer: None  # called when the first rank has computed it
         self._computed: dict[str, list[int]] = {}
         self._cached: dict[str, Any] = {}
 
@@ -266,6 +267,7 @@ class Engine:
         """What the connector, and vLLM with it, remembers of requests: names of attributes that are not empty."""
         workers = [rank.connector._worker for rank in self.ranks]
         sides = [self.side, self.side._streams_in, self.side._streams_out, *workers, self._aggregator]
+        sides += [worker._layerwise for worker in workers if worker._layerwise is not None]
         looked_at = [(side, vars(side).keys() - LASTING) for side in sides] + [(self.scheduler, {"requests"})]
         for node in (side._connector._node for side in (self.side, *workers)):
             looked_at += [(node, {"promises", "active", "under_way"}), (node.numbers, {"_taken", "_deadlines"})]
@@ -335,12 +337,16 @@ class Engine:
             work.append((tables, list(request.all_token_ids)[:end], end - count))
 
         def forward(rank: Rank) -> None:
-            for tables, tokens, start in work:
-                for group, table in enumerate(tables):
+            for layer, group in itertools.product(range(LAYERS), range(len(self.cache.kv_cache_groups))):
+                for tables, tokens, start in work:
                     first = max(0, start + 1 - WINDOW) if group else 0
                     if self.check:
-                        rank.model.check(group, table, tokens[:start], first)
-                    rank.model.write(group, table, tokens, start)
+                        rank.model.check(group, layer, tables[group], tokens[:start], first)
+                    rank.model.write(group, layer, tables[group], tokens, start)
+                name = layer_name(group, layer)
+                rank.connector.save_kv_layer(name, rank.model.tensors[name], None)
+                if rank is self.ranks[0]:
+                    self.after_layer(LAYERS * group + layer)
 
         return forward
 

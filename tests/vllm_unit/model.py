@@ -40,39 +40,35 @@ class FakeModel:
         if state is not None:
             self.tensors |= {layer_name(state, layer): self._states[layer] for layer in range(LAYERS)}
 
-    def write(self, group: int, table: Sequence[int], tokens: Sequence[int], first: int) -> None:
-        """What the tokens from place `first` on leave in a group's blocks."""
+    def write(self, group: int, layer: int, table: Sequence[int], tokens: Sequence[int], first: int) -> None:
+        """What the tokens from place `first` on leave in the blocks of one of a group's layers."""
         if group == self._state_group:
-            for layer in range(LAYERS):
-                self._states[layer, table[-1], 0, 0] = self._state(layer, tokens)
+            self._states[layer, table[-1], 0, 0] = self._state(layer, tokens)
             return
         blocks, offsets, kept = self._places(table, first, len(tokens))
-        for layer in range(LAYERS):
-            keys, values = self._views(layer)
-            rows = self._rows(group, layer, tokens, first)[kept]
-            keys[blocks[kept], :, :, offsets[kept]] = rows
-            values[blocks[kept], :, offsets[kept]] = -rows
+        keys, values = self._views(layer)
+        rows = self._rows(group, layer, tokens, first)[kept]
+        keys[blocks[kept], :, :, offsets[kept]] = rows
+        values[blocks[kept], :, offsets[kept]] = -rows
 
-    def check(self, group: int, table: Sequence[int], tokens: Sequence[int], first: int) -> None:
-        """Raise WrongKV unless the blocks hold the tokens from place `first` on."""
+    def check(self, group: int, layer: int, table: Sequence[int], tokens: Sequence[int], first: int) -> None:
+        """Raise WrongKV unless the layer's blocks hold the tokens from place `first` on."""
         if group == self._state_group:
-            for layer in range(LAYERS if tokens else 0):
-                if not torch.equal(self._states[layer, table[-1], 0, 0], self._state(layer, tokens)):
-                    raise WrongKV(f"the state of layer {layer} is not that after {len(tokens)} tokens")
+            if tokens and not torch.equal(self._states[layer, table[-1], 0, 0], self._state(layer, tokens)):
+                raise WrongKV(f"the state of layer {layer} is not that after {len(tokens)} tokens")
             return
         blocks, offsets, kept = self._places(table, first, len(tokens))
         if not kept.all():
             raise WrongKV(f"group {group}: token {first + int(kept.argmin())} lies in the null block")
-        for layer in range(LAYERS):
-            keys, values = self._views(layer)
-            rows = self._rows(group, layer, tokens, first)
-            good = (keys[blocks, :, :, offsets] == rows) & (-values[blocks, :, offsets] == rows)
-            if not good.all():
-                place, head, _ = map(int, (~good).nonzero()[0])
-                raise WrongKV(
-                    f"group {group}, layer {layer}, head {self.heads[head]}, token {first + place} of {len(tokens)} in "
-                    f"block {int(blocks[place])}"
-                )
+        keys, values = self._views(layer)
+        rows = self._rows(group, layer, tokens, first)
+        good = (keys[blocks, :, :, offsets] == rows) & (-values[blocks, :, offsets] == rows)
+        if not good.all():
+            place, head, _ = map(int, (~good).nonzero()[0])
+            raise WrongKV(
+                f"group {group}, layer {layer}, head {self.heads[head]}, token {first + place} of {len(tokens)} in "
+                f"block {int(blocks[place])}"
+            )
 
     def spoil(self, blocks: Sequence[int]) -> None:
         """Fill blocks with what no token leaves."""

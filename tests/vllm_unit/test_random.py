@@ -32,6 +32,8 @@ SETTINGS = {
     "state": {"state": True, "prefix_caching": False},
     "stream": {"stream": True},
     "stream, window, ranks": {"stream": True, "window": True, "ranks": 2},
+    "layers": {"stream": True, "stream_layers": True},
+    "layers, window, ranks": {"stream": True, "stream_layers": True, "window": True, "ranks": 2},
 }
 CONDITIONS = ((5.0, 2.0, "recompute"), (0.05, 0.3, "recompute"), (0.05, 0.3, "fail"))
 """How long leases last, how long decode waits for a stream, and what becomes of a failed load, by seed."""
@@ -111,6 +113,14 @@ def live(start: Callable[..., Engine], setting: str, seed: int, events: int) -> 
                 handed.append((prefilling[request], kv))
             del prefilling[request]
 
+    def in_the_midst(layer: int) -> None:
+        """Between two layers of prefill's step."""
+        for _ in range(draw.choice((0, 0, 0, 4))):
+            decode.step()
+            time.sleep(0.002)
+
+    if SETTINGS[setting].get("stream_layers"):
+        prefill.after_layer = in_the_midst
     weights = {new_prefill: 20, new_decode: 25, abort: 6, reject: 3, lag: 5, preempt: 2, step: 40}
     if streams:
         weights |= {new_prefill: 4, new_decode: 8, new_stream: 15, abort: 3, step: 68}
@@ -157,6 +167,7 @@ def test_any_order_of_events(start: Callable[..., Engine], setting: str, seed: i
 def test_nothing_is_left_of_thousands_of_requests(start: Callable[..., Engine], setting: str) -> None:
     prefill, decode, requests = live(start, setting, 1, MANY_EVENTS)
     assert requests > 1500
+    assert bool(decode.total("layerwise")) == SETTINGS[setting].get("stream_layers", False)
     nothing_is_left(prefill, decode)
 
 

@@ -52,7 +52,8 @@ def pools(log_folder: Callable[[str], Path]) -> Iterator[Pools]:
     prefill = launch_line("prefill", {"MODEL": model, "8100": str(p)})
     decode = launch_line("decode", {"MODEL": model, "8200": str(d)})
     both = {"stream": True, "discovery_address": discovery}
-    prefill = with_options(prefill, port=connector, http_address=f"127.0.0.1:{p}", **both)
+    own = {"stream_layers": True, "port": connector, "http_address": f"127.0.0.1:{p}"}
+    prefill = with_options(prefill, **own, **both)
     decode = with_options(decode, http_address=f"127.0.0.1:{d}", **both)
     front = launch_line("front", {"8000": str(s), "8100": str(p), "5600": str(connector), "8200": str(d)})
     router = launch_line("router", {"8000": str(r), "8100": str(p), "8200": str(d)})
@@ -109,13 +110,15 @@ def test_a_router_that_finds_its_engines(ready: Pools) -> None:
 
 
 def test_prompts_that_are_streamed(ready: Pools) -> None:
-    """Both engines get each request at once, and blocks come while prefill computes the next ones."""
+    """Both engines get each request at once. Blocks come while prefill computes the next ones, and of a prompt's last
+    chunk one layer while it computes another."""
     squares = ", ".join(str(number * number) for number in range(200))
     texts = [f"Squares of numbers: {squares}", "A prompt that no engine has seen yet and that fits into one chunk"]
     with ThreadPoolExecutor(len(texts)) as clients:
         answers = list(clients.map(ready.front.complete, texts))
     assert_same(answers, [ready.alone.complete(text) for text in texts])
     until(lambda: ready.decode.metric("vllm:kvxfer_streamed_parts_total") >= 2, 10, "parts counted")
+    until(lambda: ready.decode.metric("vllm:kvxfer_layerwise_prompts_total") >= 1, 10, "layers counted")
     assert ready.decode.metric("vllm:kvxfer_streams_given_up_total") == 0
 
 
