@@ -1,7 +1,7 @@
 """From prefill's end to decode's first token, with a prompt handed over at its end and while it is computed.
 
-    python benchmarks/bench_vllm_stream.py --json FILE [--page FILE] [--tokens 1537] [--chunk 256] [--calls 6]
-    python benchmarks/bench_vllm_stream.py --json FILE --shape qwen2.5-14b-kv --tokens 32001 --chunk 8192
+    python benchmarks/bench_vllm_stream.py --json FILE [--page FILE] [--tokens 1665] [--chunk 512] [--calls 6]
+    python benchmarks/bench_vllm_stream.py --json FILE --shape qwen2.5-14b-kv --tokens 8193 32001 --chunk 8704
     python benchmarks/bench_vllm_stream.py --json FILE --page FILE --only-show
 
 SmolLM2-135M in float32, with a core for each server; or a model of a `--shape` on GPUs, prefill on the first, decode on
@@ -50,15 +50,14 @@ COUNTERS = {
     "failed": "vllm:kvxfer_failed_fetches_total",
 }
 """Of decode; a prompt's share of each."""
-GPU_CACHE_BYTES = 16 << 30
+GPU_CACHE_BYTES = 8 << 30
 
 
 class Pair:
     """Servers that stream when they are asked to, with a handful of ways to take a prompt through them."""
 
-    def __init__(self, stack: ExitStack, shape: str | None, tokens: int, chunk: int) -> None:
+    def __init__(self, stack: ExitStack, logs: Path, shape: str | None, tokens: int, chunk: int) -> None:
         self._ports = Ports(5)
-        logs = Path(tempfile.mkdtemp(prefix="bench-vllm-stream-"))
         stack.callback(self._ports.close)
         print(f"logs: {logs}", flush=True)
         self._stack, self._shape, self._tokens, self._logs = stack, shape, tokens, logs
@@ -122,8 +121,8 @@ def _endpoint_in(log: Path) -> str:
     return re.findall(r"peers reach this engine at (\S+)", log.read_text())[-1]
 
 
-def measure(shape: str | None, tokens: int, chunk: int, calls: int) -> list[dict[str, Any]]:
-    """A row for each way."""
+def measure(logs: Path, shape: str | None, lengths: list[int], chunk: int, calls: int) -> list[dict[str, Any]]:
+    """A row for each length and way."""
     generator = random.Random(0)
     first, last = VOCABULARY if shape is None else (4, vllm_engines.SHAPES[shape]["vocab_size"])
 
@@ -133,38 +132,45 @@ def measure(shape: str | None, tokens: int, chunk: int, calls: int) -> list[dict
             {} if shape is None else {"detokenize": False}
         )
 
-    cached = []
+    rows = []
     with ExitStack() as stack:
-        pair = Pair(stack, shape, tokens, chunk)
+        pair = Pair(stack, logs, shape, max(lengths), chunk)
         ways = {
             "at the end": pair.at_the_end,
             "streamed": pair.streamed,
             "streamed, its end by layers": functools.partial(pair.streamed, by_layers=True),
         }
-        samples: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-        moved: dict[str, dict[str, float]] = {way: dict.fromkeys(COUNTERS, 0.0) for way in ways}
         for take in [*ways.values()] * 2:  # connections, and what is computed once
-            take(body(min(tokens, 2 * chunk)))
-        for way in ways:
-            before = _counters(pair.decode)
-            for _ in range(calls):
-                request, began = body(tokens), time.perf_counter()
-                prefilled, decoded = ways[way](request)
-                samples[way].append((decoded - prefilled, decoded - began))
-                asked = time.perf_counter()
-                cached.append(pair._ask(pair.decode, request)[0] - asked)
-                print(f"{way}: {samples[way][-1][0] * 1e3:.1f} ms of {samples[way][-1][1]:.2f} s", flush=True)
-            moved[way] = {name: (now - before[name]) / calls for name, now in _counters(pair.decode).items()}
-    rows = [
-        {
-            "way": way,
-            "after_prefill_ms": [1e3 * after for after, _ in taken],
-            "first_token_ms": [1e3 * whole for _, whole in taken],
-            **moved[way],
-        }
-        for way, taken in samples.items()
-    ]
-    return [*rows, {"way": "in decode's cache", "after_prefill_ms": [1e3 * seconds for seconds in cached]}]
+            take(body(max(lengths)))
+        for tokens in lengths:
+            cached = []
+            for way, take in ways.items():
+                samples, before = [], _counters(pair.decode)
+                for _ in range(calls):
+                    request, began = body(tokens), time.perf_counter()
+                    prefilled, decoded = take(request)
+                    samples.append((decoded - prefilled, decoded - began))
+                    asked = time.perf_counter()
+                    cached.append(pair._ask(pair.decode, request)[0] - asked)
+                    print(
+                        f"{tokens} tokens, {way}: {samples[-1][0] * 1e3:.1f} ms of {samples[-1][1]:.3f} s", flush=True
+                    )
+                rows.append(
+                    {
+                        "tokens": tokens,
+                        "way": way,
+                        "after_prefill_ms": [1e3 * after for after, _ in samples],
+                        "first_token_ms": [1e3 * whole for _, whole in samples],
+                    }
+                    | {name: (now - before[name]) / calls for name, now in _counters(pair.decode).items()}
+                )
+            row = {
+                "tokens": tokens,
+                "way": "in decode's cache",
+                "after_prefill_ms": [1e3 * seconds for seconds in cached],
+            }
+            rows.append(row)
+    return rows
 
 
 def _counters(decode: Server) -> dict[str, float]:
@@ -180,6 +186,7 @@ def table(content: dict[str, Any]) -> str:
 
     rows = [
         [
+            f"{row['tokens']:,}",
             row["way"],
             spread(row["after_prefill_ms"]),
             spread(row["first_token_ms"]) if "first_token_ms" in row else "-",
@@ -189,7 +196,7 @@ def table(content: dict[str, Any]) -> str:
         for row in content["results"]
     ]
     times = ["prefill's answer to first token, ms", "request to first token, ms"]
-    head = ["handed over", *times, "parts", "ends by layers"]
+    head = ["prompt", "handed over", *times, "parts", "ends by layers"]
     measured_on = ", ".join(f"{key} {value}" for key, value in content["environment"].items())
     return f"{tables.markdown(head, rows)}\n\nMedian (least to most). Measured on: {measured_on}."
 
@@ -198,21 +205,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", required=True)
     parser.add_argument("--page", type=Path, help="page of the documentation that gets the table")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="for the servers' logs")
     parser.add_argument("--only-show", action="store_true", help="the table of what is in the JSON file already")
     parser.add_argument(
-        "--tokens", type=int, default=1537, help="whole blocks of 128 and one, so that the cache serves all but that"
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[1665],
+        help="whole blocks of 128 and one, so that the cache serves all but that",
     )
-    parser.add_argument("--chunk", type=int, default=256, help="tokens that prefill computes in a step")
+    parser.add_argument("--chunk", type=int, default=512, help="tokens that prefill computes in a step")
     parser.add_argument("--calls", type=int, default=6)
     parser.add_argument("--shape", choices=list(vllm_engines.SHAPES), help="a model of random weights, on GPUs")
     options = parser.parse_args()
     if not options.only_show:
         load_before = os.getloadavg()[0]
-        results = measure(options.shape, options.tokens, options.chunk, options.calls)
+        logs = options.logs or Path(tempfile.mkdtemp(prefix="bench-vllm-stream-"))
+        logs.mkdir(parents=True, exist_ok=True)
+        results = measure(logs, options.shape, options.tokens, options.chunk, options.calls)
         on = vllm_engines.versions(vllm_engines.gpus()) if options.shape else {}
         settings = on | {
             "model": f"{options.shape}, bfloat16" if options.shape else "SmolLM2-135M, float32",
-            "prompt_tokens": options.tokens,
             "chunk_tokens": options.chunk,
             "calls": options.calls,
             "cores": os.cpu_count(),

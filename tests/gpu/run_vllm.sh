@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
 # Real vLLM engines on two GPUs, or on one that they share, ours and NixlConnector: single hand-overs of prompts
-# (benchmarks/bench_vllm_handoff.py), and latencies of servers under load (benchmarks/bench_vllm.py).
+# (benchmarks/bench_vllm_handoff.py), latencies of servers under load (benchmarks/bench_vllm.py), and prompts that are
+# handed over while they are computed (benchmarks/bench_vllm_stream.py).
 # Writes JSON and the engines' logs to $OUT (default: build/gpu).
 #
-#   STEPS="..."      of: handoff serve (default: handoff)
+#   STEPS="..."      of: handoff serve stream (default: handoff)
 #   SITE=...         folder with vLLM and what it needs, for a machine where they are not installed
 #   WHEELS=...       folder of wheels to install first, likewise; serve needs vllm-router and orjson
 #   PREBUILT=...     folder that holds _native*.so and _cuda*.so already: nothing is compiled
-#   LIMIT=...        seconds for each step (default: 230 for handoff, 450 for serve)
+#   LIMIT=...        seconds for each step (default: 230 for handoff and stream, 450 for serve)
 #   ARGS=...         arguments of handoff: "--connectors kvxfer kvxfer:nvfp4 --shape qwen2.5-14b-kv"
 #   SERVE_ARGS=...   arguments of serve: "--shape qwen2.5-14b-kv --rate 3 --prompts 500 15000"
+#   STREAM_ARGS=...  arguments of stream (default: "--shape qwen2.5-14b-kv --tokens 8193 32001 --chunk 8704")
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 export OUT=${OUT:-$PWD/build/gpu} PYTHONUNBUFFERED=1 PYTHONPATH=${SITE:-}
@@ -45,6 +47,9 @@ for step in ${STEPS:-handoff}; do
     serve)
       timeout -k 10 "${LIMIT:-450}" "$PYTHON" benchmarks/bench_vllm.py --json "$OUT/vllm_serve.json" \
         --logs "$TARGET/logs/serve" --gpus $((gpus > 1 ? 2 : 1)) ${SERVE_ARGS:-} ;;
+    stream)
+      timeout -k 10 "${LIMIT:-230}" "$PYTHON" benchmarks/bench_vllm_stream.py --json "$OUT/vllm_stream.json" \
+        --logs "$TARGET/logs/stream" ${STREAM_ARGS:---shape qwen2.5-14b-kv --tokens 8193 32001 --chunk 8704} ;;
     *) echo "unknown step $step" && false ;;
   esac || status=$?
 done
