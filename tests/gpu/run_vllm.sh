@@ -24,7 +24,7 @@ gpus=$(nvidia-smi --list-gpus | wc -l)
 if [ -n "${WHEELS:-}" ]; then
   "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$TARGET" "$WHEELS"/*.whl || exit 1
 fi
-cp -r kvxfer tests benchmarks pyproject.toml "$TARGET" && "$PYTHON" tests/gpu/entry_points.py "$TARGET" || exit 1
+cp -r kvxfer tests benchmarks examples pyproject.toml "$TARGET" && "$PYTHON" tests/gpu/entry_points.py "$TARGET" || exit 1
 mkdir "$TARGET/docs" && cp docs/vllm.md "$TARGET/docs/" || exit 1 # has the servers' launch lines
 if [ -n "${PREBUILT:-}" ]; then
   cp "$PREBUILT"/_native*.so "$PREBUILT"/_cuda*.so "$TARGET/kvxfer/" || exit 1
