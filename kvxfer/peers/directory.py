@@ -304,6 +304,19 @@ class Directory:
         """Ask every rank of an engine what it has; it may have registered a cache. Any thread."""
         self._progress.post(lambda: self.send_all(engine, self._describe(True)))
 
+    def forget(self, engine: Engine) -> None:
+        """Have the next ticket dial the engine anew: it may not have known its own members when it was dialled. Any
+        thread."""
+
+        def part() -> None:
+            if self._engines.get(engine.key) is engine:
+                del self._engines[engine.key]
+            for peer in engine.peers.values():
+                if not peer.caches:
+                    peer.session.close("it has no cache; whoever needs one dials anew")
+
+        self._progress.post(part)
+
     def send_all(self, engine: Engine, message: Message) -> None:
         """The same message to every rank of an engine."""
         for peer in engine.peers.values():

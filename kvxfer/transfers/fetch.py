@@ -272,6 +272,7 @@ class Fetch(Transfer):
         """Attempt again a little later. With an engine: it is asked what it has, and `error` ends a long wait."""
         if error is not None:
             if self.elapsed_s > ANNOUNCEMENT_S:
+                self._node.directory.forget(engine)
                 raise error
             self._node.directory.ask_again(engine)
         self.waits_for(what)

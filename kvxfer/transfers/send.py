@@ -142,6 +142,7 @@ class Send(Transfer):
             peer, remote = self._receiver(engine)
         except UnknownCache:
             if self.elapsed_s > ANNOUNCEMENT_S:
+                self._node.directory.forget(engine)
                 raise
             self._node.directory.ask_again(engine)
             self._try_again(f"cache {ticket.cache!r} of {ticket.engine!r}")

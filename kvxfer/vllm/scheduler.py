@@ -137,6 +137,7 @@ class SchedulerSide:
             self._layout,
             self._groups,
             ranks=self._ranks,
+            endpoints=self._rank_endpoints,
             usable=self._can_go_on_from,
             handed_over=self._take_ticket,
             given_up=self._stream_given_up,

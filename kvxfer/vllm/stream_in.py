@@ -79,16 +79,18 @@ class StreamsIn:
         groups: tuple[TableGroup, ...],
         *,
         ranks: int,
+        endpoints: Callable[[], tuple[str, ...]],
         usable: Callable[[Any, int], bool],
         handed_over: Callable[[Any, Ticket], None],
         given_up: Callable[[Any, str], None],
         unreachable: Callable[[str, KvxferError], None],
     ) -> None:
-        """`usable(request, tokens)`: whether the request can go on from so many tokens. `handed_over(request, ticket)`:
-        the prompt was done before the request had blocks. `given_up(request, reason)`: there will be nothing.
-        `unreachable(endpoint, error)` is called on kvxfer's thread, to be brought back to `StreamsIn.unreachable`."""
+        """`endpoints()` are those of all ranks, or none as long as one is not known. `usable(request, tokens)`: whether
+        the request can go on from so many tokens. `handed_over(request, ticket)`: the prompt was done before the
+        request had blocks. `given_up(request, reason)`: there will be nothing. `unreachable(endpoint, error)` is called
+        on kvxfer's thread, to be brought back to `StreamsIn.unreachable`."""
         self._connector, self._secret, self._options = connector, secret, options
-        self._layout, self._groups, self._ranks = layout, groups, ranks
+        self._layout, self._groups, self._ranks, self._endpoints = layout, groups, ranks, endpoints
         self._usable, self._handed_over, self._given_up = usable, handed_over, given_up
         self._unreachable = unreachable
         self._streams: dict[str, _Stream] = {}  # by id
@@ -140,7 +142,6 @@ class StreamsIn:
         offered = stream.tokens - stream.cached_tokens
         if external_tokens == offered:
             self._ask(stream)
-            self._reserve(stream)
         else:
             self._give_up(stream, wanted_less(external_tokens, offered))
 
@@ -207,7 +208,6 @@ class StreamsIn:
                 return
             stream.tokens = news.tokens
         stream.open_from, stream.prefill_ranks = news.open_from, news.ranks
-        self._reserve(stream)
         if ticket is not None and stream.loads and stream.told_tokens < ticket.tokens < stream.tokens:
             self._pass_on(stream, ticket, is_last=False)
 
@@ -239,6 +239,8 @@ class StreamsIn:
         load = stream.load
         if load is None or stream.open_from is None or stream.has_reserved or len(stream.prefill_ranks) != self._ranks:
             return
+        if not self._endpoints():  # whoever used the ticket now would not learn of the ranks
+            return
         first = max(stream.open_from, load.cached_tokens)
         blocks = {
             group.name: group.last(load.blocks[group.name], load.tokens, first) if group.kind is GroupKind.FULL else []
@@ -246,6 +248,7 @@ class StreamsIn:
         }
         if not any(blocks.values()):
             return
+        stream.has_reserved = True
         ttl_s = min(self._options.stream_timeout_s, limits_of(self._options).max_ttl_s)
         request = stream.requests[0]
         try:
@@ -260,7 +263,6 @@ class StreamsIn:
         except KvxferError as error:
             _log.debug("request %s: no blocks were reserved: %s", load.request_id, error)
             return
-        stream.has_reserved = True
         self._reservations[load.request_id] = _Reservation(ticket, self._ranks)
         self._reserves.append(
             Reserve(
@@ -287,7 +289,9 @@ class StreamsIn:
             if now - stream.heard_at > timeout_s:
                 what = "nothing new" if stream.tokens else "nothing"
                 self._give_up(stream, f"prefill has said {what} of the stream for {timeout_s:g} s")
-            elif now >= stream.ask_at:
+                continue
+            self._reserve(stream)
+            if now >= stream.ask_at:
                 self._ask(stream)
         pieces, self._pieces = self._pieces, []
         reserves, self._reserves = self._reserves, []

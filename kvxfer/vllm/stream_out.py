@@ -95,7 +95,7 @@ class StreamsOut:
     ) -> None:
         """`lookahead`: how many tokens after a place a drafter must have seen before its keys there are final.
         Without `leases_parts` there is nothing to fetch of a prompt before its end. `endpoints()` are those of all
-        ranks in their order, as far as known."""
+        ranks in their order, or none as long as one is not known."""
         self._connector, self._layout, self._groups, self._options = connector, layout, groups, options
         self._ranks, self._lookahead, self._endpoints = ranks, lookahead, endpoints
         self._kept = tuple(group for group in groups if leases_parts and group.kind is GroupKind.FULL)
@@ -236,6 +236,8 @@ class StreamsOut:
         request, listener = stream.request, stream.listener
         wanted = listener is not None and listener.has_blocks and stream.last is None
         if not wanted or request.request_id in self._parts or not stream.tables:
+            return None
+        if not self._endpoints():  # whoever used the ticket now would not learn of the ranks
             return None
         computed = request.num_computed_tokens
         tokens = max(0, computed - self._lookahead) // self._unit * self._unit

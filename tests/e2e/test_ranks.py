@@ -144,3 +144,25 @@ def test_an_advertised_port_of_0_is_the_one_that_is_listened_on() -> None:
     with kvxfer.Connector("c", listen="tcp://0.0.0.0:0", advertise="tcp://localhost:0", secret=SECRET) as connector:
         host, _, port = connector.endpoint.rpartition(":")
         assert host == "tcp://localhost" and int(port) > 0
+
+
+def test_a_ticket_that_was_used_before_its_engine_knew_its_ranks() -> None:
+    """It finds no cache; the next one dials anew and learns of them."""
+    with (
+        kvxfer.Connector("rank", secret=SECRET) as rank,
+        kvxfer.Connector("scheduler", secret=SECRET) as scheduler,
+        kvxfer.Connector("reader", secret=SECRET) as reader,
+    ):
+        whole = layout(0, HEADS)
+        cache, into = (c.register(make_arrays(whole, "private", seed), whole) for seed, c in ((1, rank), (2, reader)))
+        rank.join_engine("scheduler", scheduler.generation)
+
+        def hand_over() -> kvxfer.TransferStats:
+            ticket = scheduler.issue(whole, {"full": SRC}, tokens=TOKENS)
+            cache.publish({"full": SRC}, tokens=TOKENS, ticket=ticket)
+            return into.fetch(ticket, into={"full": DST}).wait(10.0)
+
+        with pytest.raises(errors.UnknownCache, match="no rank of engine 'scheduler' has a cache 'kv'"):
+            hand_over()
+        scheduler.set_members({0: rank.endpoint})
+        assert hand_over().peers == 1

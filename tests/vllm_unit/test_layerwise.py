@@ -223,6 +223,29 @@ def test_unequal_ranks(start: Start, options: dict[str, Any]) -> None:
     fetches_it_all(pair)
 
 
+@pytest.mark.parametrize("which", ["prefill", "decode"])
+def test_ranks_are_not_known_yet(start: Start, which: str) -> None:
+    """As in an engine's first steps, where its scheduler is ahead of its workers."""
+    pair = pair_of(start)
+    for name in ("prefill", "decode"):
+        side = getattr(pair, name).side
+        if name == which:
+            side._rank_endpoints = side._streams_in._endpoints = side._streams_out._endpoints = lambda: ()
+    pair.ask_decode().ask_prefill()
+
+    def after_layer(layer: int) -> None:
+        if layer == 0:
+            until(lambda: pair.decode.step() or pair.loads(), 30, "blocks of decode")
+            for _ in range(20):
+                pair.decode.step()
+
+    pair.prefill.after_layer = after_layer
+    pair.prefill.step()
+    pair.prefill.after_layer = lambda layer: None
+    assert not pair.decode.side._streams_in._reservations
+    fetches_it_all(pair)
+
+
 def test_decode_comes_when_the_step_is_over(start: Start) -> None:
     pair = pair_of(start).ask_prefill()
     pair.prefill.run(pair.source)

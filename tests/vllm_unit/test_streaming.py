@@ -539,6 +539,22 @@ def free_blocks(engine: Engine) -> set[int]:
     return {block.block_id for block in engine.scheduler.kv_cache_manager.block_pool.blocks if not block.ref_cnt}
 
 
+def test_nothing_is_leased_before_all_ranks_are_known(start: Start) -> None:
+    """Whoever used the ticket would learn of no ranks, and take the engine for one without a cache."""
+    pair = Pair.start(start, tokens=1200)
+    take, reports = pair.prefill.side._take_report, []
+    pair.prefill.side._take_report = reports.append
+    pair.meet()
+    pair.prefill.step()
+    pair.prefill.step()
+    assert reports and not pair.leased()
+    pair.prefill.side._take_report = take
+    for report in reports:
+        take(report)
+    pair.take_parts(2)
+    assert pair.finish().computed == [1, 1]
+
+
 def test_preempted_for_want_of_blocks(start: Start) -> None:
     """As vLLM does it by itself: two prompts of which each has room alone."""
     pair = Pair.start(start, tokens=600, prefill={"num_blocks": 29, "max_batched_tokens": 16})
