@@ -234,7 +234,8 @@ def main() -> None:
         timing.save(options.json, timing.environment(**settings), results)
     content = json.loads(options.json.read_text())
     if options.page:
-        tables.replace(options.page, "streaming", table(content))
+        mark = "streaming-gpu" if "gpu" in content["environment"] else "streaming"
+        tables.replace(options.page, mark, table(content))
     print(table(content))
 
 

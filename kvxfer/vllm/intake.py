@@ -7,6 +7,7 @@ Imports layout, metadata and kvxfer's transfers.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -124,6 +125,12 @@ class Intake:
         """Whether the load has ended, well or with `error`, and its blocks are written no more. Never blocks."""
         self._advance()
         return self._running is None and (self._complete or self.error is not None)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until what is under way has ended, for so long at most. The thread may move the bytes itself."""
+        if self._running is not None:
+            with contextlib.suppress(KvxferError):  # seen when it is taken
+                self._running.transfer.wait(timeout_s)
 
     def _advance(self) -> None:
         if self._running is not None and self._running.transfer.done():

@@ -104,6 +104,7 @@ class Orders(KVConnectorMetadata):
     broken: tuple[tuple[str, str], ...] = ()  # streamed requests for which nothing more comes, and why
     revoked: tuple[str, ...] = ()  # requests whose leases end before anything else happens
     knows_ranks: bool = False  # the scheduler has every rank's endpoint
+    is_idle: bool = False  # vLLM computes nothing in this step
 
 
 @dataclass(kw_only=True)

@@ -435,6 +435,7 @@ class SchedulerSide:
             broken=(*self._broken, *broken),
             revoked=tuple(revoked),
             knows_ranks=len(self._endpoints) == self._ranks,
+            is_idle=scheduled.total_num_scheduled_tokens == 0,
         )
         self._publications, self._loads, self._releases, self._cancelled, self._broken = [], [], [], [], []
         return orders

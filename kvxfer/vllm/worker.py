@@ -8,6 +8,7 @@ Imports intake, layerwise, layouts, metadata, notices, options, stats, versions,
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,8 @@ from kvxfer.vllm.options import Options, connector_arguments
 from kvxfer.vllm.stats import KvxferStats
 
 _log = init_logger("vllm.kvxfer.worker")
+
+_LINGER_S = 1e-3  # as long as vLLM itself sleeps after a step in which it has computed nothing
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class WorkerSide:
         self._ended_reservations: dict[str, int] = {}
         self._layerwise: Layerwise | None = None
         self._intakes: dict[str, Intake] = {}
+        self._is_idle = False
         self._sent: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._ways_seen: set[tuple[str, str, str]] = set()
@@ -138,7 +142,7 @@ class WorkerSide:
             return
         self.revoke(orders)
         self._serial = orders.serial
-        self._scheduler_knows_ranks = orders.knows_ranks
+        self._scheduler_knows_ranks, self._is_idle = orders.knows_ranks, orders.is_idle
         if self._joined != (orders.engine, orders.generation):
             self._connector.join_engine(orders.engine, orders.generation)
             self._joined = (orders.engine, orders.generation)
@@ -185,6 +189,7 @@ class WorkerSide:
 
     def results(self) -> Results:
         """What has ended since the last call; each request stands in one answer only."""
+        self._linger()
         sent, self._sent = self._sent, set()
         received: set[str] = set()
         failed: set[str] = set()
@@ -207,6 +212,14 @@ class WorkerSide:
                 failed.add(request_id)
                 self._load_failed(intake.load, intake.error)
         return Results(sent, received, failed)
+
+    def _linger(self) -> None:
+        """Wait a moment for what is loaded, where vLLM computes nothing meanwhile: it would sleep before it asks again,
+        and a load that ended just after it was looked at would be known two steps later."""
+        until = time.monotonic() + _LINGER_S
+        for intake in self._intakes.values() if self._is_idle else ():
+            if (left_s := until - time.monotonic()) > 0:
+                intake.wait(left_s)
 
     def failed_blocks(self) -> set[int]:
         """Blocks of loads that have failed, for versions of vLLM that are not told of requests."""

@@ -60,6 +60,23 @@ def test_decode_asks_before_prefill_has_published(start: Start) -> None:
     settle(prefill, decode)
 
 
+def test_an_idle_step_waits_for_what_it_has_ordered(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvxfer.vllm.worker._LINGER_S", 60.0)
+    prefill, decode = start(), start()
+    soon, late = prefill.prefill(prompt(200, 1)), prefill.prefill(prompt(90), published=False)
+    request = decode.add(prompt(200, 1), kv=soon, max_tokens=4)
+    decode.step()
+    assert request in decode.scheduler.finished_recving_kv_req_ids
+    decode.step()  # computes: nothing is waited for from here on
+    waiting = decode.add(prompt(90), kv=late, max_tokens=2)
+    began = time.monotonic()
+    decode.step()
+    assert time.monotonic() - began < 30
+    prefill.step()
+    decode.run(request, waiting)
+    settle(prefill, decode)
+
+
 def test_what_decode_has_cached_is_not_fetched(start: Start) -> None:
     prefill, decode = start(), start()
     shared = prompt(4 * BLOCK_TOKENS)
