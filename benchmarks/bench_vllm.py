@@ -1,6 +1,6 @@
 """`vllm bench serve` against a prefill and a decode server: ours, NixlConnector, and one server alone.
 
-    python benchmarks/bench_vllm.py --json FILE [--plot FILE] [--page FILE] [--requests 120] [--rate 4]
+    python benchmarks/bench_vllm.py --json FILE [--plot FILE] [--page FILE] [--requests 120] [--rate 4] [--rounds 5]
     python benchmarks/bench_vllm.py --json FILE --gpus 2 [--shape qwen2.5-14b] [--prompts 500 15000] [--output 64]
     python benchmarks/bench_vllm.py --json FILE --plot FILE --only-show
 
@@ -10,6 +10,11 @@ share it. Servers of all variants start at once where they fit into memory; load
 
 Without GPUs a small model in float32: servers and client share the machine's cores, so this says whether disaggregation
 holds up, and at what cost, not how fast a network is.
+
+The slowest requests of a round are those of its one or two densest moments, the same ones in every variant. Whatever
+else the machine does just then decides about them. So there are several rounds, each with other prompts and moments,
+all variants take turns in each, percentiles are those of all rounds together, and how many cores others have taken
+meanwhile is said.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import importlib.metadata
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -27,9 +33,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -76,6 +85,7 @@ class Bench:
     gpus: Sequence[vllm_engines.Gpu]
     kv_cache_bytes: int
     load: Load
+    rounds: int
     logs: Path
 
     def environment(self, device: int, nixl_port: int | None = None) -> dict[str, str]:
@@ -103,6 +113,7 @@ class Deployment:
     def __init__(self, variant: str, bench: Bench) -> None:
         self.variant, self.bench = variant, bench
         self._servers: list[Server] = []
+        self._router: Server | None = None
         self._ports = Ports(6)
         self.engines = [self._engine(role) for role in ROLES[variant]]
 
@@ -112,13 +123,32 @@ class Deployment:
             engine.ready()
 
     def front(self) -> Server:
-        """What clients talk to: a router, started now, or the only server."""
+        """What clients talk to: a router, started at the first call, or the only server."""
         if self.variant == "alone":
             return self.engines[0]
+        if self._router is not None:
+            return self._router
         port, metrics = self._ports.first + 2, self._ports.first + 3
         pages = {"8000": str(port)} | {PAGE_PORT[role]: str(self._port(role)) for role in ROLES[self.variant]}
         words = [*launch_line("router", pages), "--log-level", "warning", "--prometheus-port", str(metrics)]
-        return self._serve("router", words, port, self.bench.environment(0)).ready()
+        self._router = self._serve("router", words, port, self.bench.environment(0)).ready()
+        return self._router
+
+    def pause(self) -> None:
+        """Stop them where they would take others' cores."""
+        if not self.bench.gpus:
+            for server in self._servers:
+                server.pause()
+
+    def resume(self) -> None:
+        """Let them go on."""
+        for server in self._servers:
+            server.resume()
+
+    def cpu_s(self) -> float:
+        """Processor seconds that they have taken so far."""
+        times = [process.cpu_times() for server in self._servers for process in server.processes()]
+        return sum(time.user + time.system for time in times)
 
     def close(self) -> None:
         """Kill them, as often as one likes."""
@@ -165,11 +195,11 @@ def warm_up(front: Server, bench: Bench) -> None:
         list(clients.map(ask, [least, least, (least + most) // 2, most]))
 
 
-def ask_all(url: str, bench: Bench, log: Path) -> dict[str, Any]:
-    """What `vllm bench serve` reports."""
+def ask_all(url: str, bench: Bench, seed: int, log: Path) -> dict[str, Any]:
+    """What `vllm bench serve` reports of a round."""
     load, (least, most) = bench.load, bench.load.prompts
     spread = {"input": (most - least) / (most + least), "output": 0.0}
-    with tempfile.TemporaryDirectory() as folder, log.open("wb") as output:
+    with tempfile.TemporaryDirectory() as folder, log.open("ab") as output:
         # fmt: off
         subprocess.run(
             [
@@ -177,11 +207,9 @@ def ask_all(url: str, bench: Bench, log: Path) -> dict[str, Any]:
                 "/v1/completions", "--model", "m", "--tokenizer", str(vllm_engines.tokenizer(bench.model)),
                 "--dataset-name", "random", "--random-input-len", str((least + most) // 2),
                 "--random-output-len", str(load.output_tokens), "--random-range-ratio", json.dumps(spread),
-                "--num-prompts", str(load.requests), "--request-rate", str(load.rate_per_s), "--seed", "1",
-                "--percentile-metrics", ",".join(latency.METRICS),
-                "--metric-percentiles", ",".join(map(str, latency.PERCENTILES)),
+                "--num-prompts", str(load.requests), "--request-rate", str(load.rate_per_s), "--seed", str(seed),
                 "--ignore-eos", "--temperature", "0", "--disable-tqdm",
-                "--save-result", "--result-dir", folder, "--result-filename", "result.json",
+                "--save-result", "--save-detailed", "--result-dir", folder, "--result-filename", "result.json",
             ],
             check=True,
             env=bench.environment(0),
@@ -193,8 +221,26 @@ def ask_all(url: str, bench: Bench, log: Path) -> dict[str, Any]:
         return json.loads((Path(folder) / "result.json").read_text())
 
 
-def measure(deployment: Deployment) -> dict[str, Any]:
-    """One variant: percentiles in milliseconds, and what prefill computed and decode fetched meanwhile."""
+@dataclass
+class Measured:
+    """What all rounds so far say of a variant."""
+
+    milliseconds: dict[str, list[float]] = field(default_factory=lambda: {metric: [] for metric in latency.METRICS})
+    counts: Counter[str] = field(default_factory=Counter)
+    cores_of_others: list[float] = field(default_factory=list)  # of each round
+
+    def row(self, variant: str) -> dict[str, Any]:
+        """Percentiles in milliseconds, and what prefill computed and decode fetched meanwhile."""
+        percentiles = {
+            f"{metric}_p{percentile}_ms": float(np.percentile(values, percentile))
+            for metric, values in self.milliseconds.items()
+            for percentile in latency.PERCENTILES
+        }
+        return {"variant": variant, **self.counts, "cores_of_others": self.cores_of_others, **percentiles}
+
+
+def measure(deployment: Deployment, seed: int, measured: Measured) -> None:
+    """One round of one variant."""
     bench, variant, engines = deployment.bench, deployment.variant, deployment.engines
 
     def counters() -> dict[str, float]:
@@ -206,55 +252,94 @@ def measure(deployment: Deployment) -> dict[str, Any]:
             found |= {"prompt_tokens_fetched": fetched} | {f"fetch_{name}": value for name, value in moved.items()}
         return found
 
-    deployment.ready()
+    def cpu_s() -> tuple[float, float]:
+        client = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return _busy_s(), deployment.cpu_s() + client.ru_utime + client.ru_stime + time.process_time()
+
     front = deployment.front()
     warm_up(front, bench)
-    before = counters()
-    result = ask_all(front.url, bench, bench.logs / f"{variant}-client.log")
-    row: dict[str, Any] = {"variant": variant, "completed": result["completed"]}
-    row["failed"] = result.get("failed", bench.load.requests - result["completed"])
-    row |= {name: value - before[name] for name, value in counters().items()}
-    for metric in latency.METRICS:
-        for percentile in latency.PERCENTILES:
-            row[f"{metric}_p{percentile}_ms"] = result[f"p{percentile}_{metric}_ms"]
-    return row
+    before, (busy_before, ours_before), began = counters(), cpu_s(), time.monotonic()
+    result = ask_all(front.url, bench, seed, bench.logs / f"{variant}-client.log")
+    busy, ours = cpu_s()
+    others = (busy - busy_before - ours + ours_before) / (time.monotonic() - began)
+    measured.cores_of_others.append(round(max(0.0, others), 2))
+    completed = result["completed"]
+    measured.counts["completed"] += completed
+    measured.counts["failed"] += result.get("failed", bench.load.requests - completed)
+    measured.counts.update({name: value - before[name] for name, value in counters().items()})
+    for first, others_after in zip(result["ttfts"], result["itls"], strict=True):
+        if others_after:
+            later = sum(others_after)
+            found = {"ttft": first, "tpot": later / (bench.load.output_tokens - 1), "e2el": first + later}
+            for metric in latency.METRICS:
+                measured.milliseconds[metric].append(1e3 * found[metric])
+
+
+def _busy_s() -> float:
+    """Processor seconds of the machine so far in which it did something."""
+    found = psutil.cpu_times()
+    return found.user + found.nice + found.system + sum(getattr(found, name, 0.0) for name in ("irq", "softirq"))
 
 
 def at_once(bench: Bench, variants: Sequence[str]) -> bool:
-    """Whether the engines of all variants fit into the GPUs. Idle ones would take time of CPU cores."""
+    """Whether the engines of all variants fit into memory. A machine without GPUs has room for small ones."""
     if not bench.gpus:
-        return False
+        return True
     engine_bytes = vllm_engines.weight_bytes(bench.shape) + bench.kv_cache_bytes + ENGINE_BYTES
     engines = Counter(bench.device(role) for variant in variants for role in ROLES[variant])
     return all(count * engine_bytes <= SHARE_OF_GPU * bench.gpus[gpu].nbytes for gpu, count in engines.items())
 
 
-def measured(bench: Bench, variants: Sequence[str]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """A row for each variant, and under what circumstances the rows so far were made."""
+def measured(bench: Bench, variants: Sequence[str]) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """Rows of the variants that have had a round, and under what circumstances they were made, again and again."""
     load_before = os.getloadavg()[0]
     together = at_once(bench, variants)
+    rows: dict[str, dict[str, Any]] = {}
     for group in [variants] if together else [[variant] for variant in variants]:
         with ExitStack() as stack:
-            deployments = []
-            for variant in group:
-                deployments.append(Deployment(variant, bench))
-                stack.callback(deployments[-1].close)
+            deployments = [Deployment(variant, bench) for variant in group]
+            for deployment in deployments:
+                stack.callback(deployment.close)
             for deployment in deployments:  # none is measured while others' engines start
                 with suppress(EngineFailed):  # said when it is measured
                     deployment.ready()
             for deployment in deployments:
-                try:
-                    row = measure(deployment)
-                except Exception as error:  # the other variants' numbers are worth having
-                    row = {"variant": deployment.variant, "error": f"{type(error).__name__}: {error}"[:2000]}
-                deployment.close()
-                yield (
-                    row,
-                    {
-                        "servers": "started at once" if together else "one variant after the other",
-                        "load_average": f"{load_before:.1f} at the start, {os.getloadavg()[0]:.1f} at the end",
-                    },
-                )
+                deployment.pause()
+            found = {deployment.variant: Measured() for deployment in deployments}
+            for number in range(bench.rounds):
+                for deployment in deployments if number % 2 == 0 else reversed(deployments):
+                    variant = deployment.variant
+                    if "error" in rows.get(variant, {}):
+                        continue
+                    try:
+                        deployment.resume()
+                        deployment.ready()
+                        measure(deployment, number + 1, found[variant])
+                        deployment.pause()
+                        rows[variant] = found[variant].row(variant)
+                    except Exception as error:  # the other variants' numbers are worth having
+                        rows[variant] = {"variant": variant, "error": f"{type(error).__name__}: {error}"[:2000]}
+                        deployment.close()
+                    yield (
+                        [rows[name] for name in variants if name in rows],
+                        {
+                            "servers": _servers(bench, together),
+                            "load_average": f"{load_before:.1f} at the start, {os.getloadavg()[0]:.1f} at the end",
+                            "cores_of_others": _cores_of_others(rows),
+                        },
+                    )
+
+
+def _servers(bench: Bench, together: bool) -> str:
+    if not bench.gpus:
+        return "started at once, those of other variants stopped during a round"
+    return "started at once" if together else "one variant after the other"
+
+
+def _cores_of_others(rows: dict[str, dict[str, Any]]) -> str:
+    """How many cores who has no part in this has taken, from round to round."""
+    taken = {name: row["cores_of_others"] for name, row in rows.items() if row.get("cores_of_others")}
+    return "; ".join(f"{name} {min(cores):.1f} to {max(cores):.1f}" for name, cores in taken.items())
 
 
 def described(bench: Bench, shape: str) -> dict[str, Any]:
@@ -269,7 +354,8 @@ def described(bench: Bench, shape: str) -> dict[str, Any]:
         **found,
         **vllm_engines.versions(bench.gpus),
         "vllm_router": importlib.metadata.version("vllm-router"),
-        "requests": bench.load.requests,
+        "rounds": bench.rounds,
+        "requests": f"{bench.load.requests} a round",
         "rate_per_s": bench.load.rate_per_s,
         "input_tokens": "{:,} to {:,}".format(*bench.load.prompts),
         "output_tokens": bench.load.output_tokens,
@@ -288,7 +374,8 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=0, help="default: on CPU cores")
     parser.add_argument("--shape", choices=vllm_engines.SHAPES, help="default: tiny, on GPUs qwen2.5-14b")
     parser.add_argument("--kv-cache-gib", type=float, help="of each engine; default: 0.25, on GPUs 12")
-    parser.add_argument("--requests", type=int)
+    parser.add_argument("--requests", type=int, help="of each round")
+    parser.add_argument("--rounds", type=int, help="default: 5, on GPUs 1")
     parser.add_argument("--rate", type=float, help="requests a second, at random moments")
     parser.add_argument("--prompts", type=int, nargs=2, metavar=("LEAST", "MOST"), help="tokens, uniformly between")
     parser.add_argument("--output", type=int, metavar="TOKENS", help="of each answer")
@@ -310,15 +397,15 @@ def main() -> None:
                 prompts=tuple(options.prompts or usual.prompts),
                 output_tokens=options.output or usual.output_tokens,
             ),
+            rounds=options.rounds or (1 if gpus else 5),
             logs=options.logs or Path(tempfile.mkdtemp(prefix="bench-vllm-")),
         )
         bench.logs.mkdir(parents=True, exist_ok=True)
         print(f"logs: {bench.logs}", flush=True)
-        results, settings, began = [], described(bench, shape), time.monotonic()
-        for row, circumstances in measured(bench, options.variants):
-            results.append(row)
+        settings, began = described(bench, shape), time.monotonic()
+        for results, circumstances in measured(bench, options.variants):
             timing.save(options.json, timing.environment(**settings, **circumstances), results)
-            print(json.dumps(row), f"after {time.monotonic() - began:.0f} s", flush=True)
+            print(json.dumps(results), f"after {time.monotonic() - began:.0f} s", flush=True)
     content = json.loads(options.json.read_text())
     if options.plot:
         latency.plot(options.plot, content["results"])

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import requests
 
 from .connectors import SECRET
@@ -143,10 +144,29 @@ class Server:
                 total += float(line.rsplit(" ", 1)[1])
         return total
 
+    def processes(self) -> list[psutil.Process]:
+        """Those of the server that run now."""
+        try:
+            first = psutil.Process(self._process.pid)
+            return [first, *first.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def pause(self) -> None:
+        """SIGSTOP to the whole process group."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT to the whole process group, as often as one likes."""
+        self._signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """SIGKILL to the whole process group, as often as one likes."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _signal(self, number: int) -> None:
         try:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, number)
         except ProcessLookupError:
             pass
-        self._process.wait()
