@@ -196,9 +196,9 @@ class StreamsOut:
         for stream in self._streams.values():
             if stream.request.num_preemptions != stream.preemptions:
                 stream.preemptions = stream.request.num_preemptions
+                self._revoke(stream)
                 stream.tables, stream.open_from = {}, None
                 self._open.pop(stream.id, None)
-                self._revoke(stream)
         placed = self._follow_tables(scheduled)
         # In its first step a prompt may share blocks that another one fills in the same step.
         parts = [self._next_part(stream) for request_id, stream in self._streams.items() if request_id not in placed]

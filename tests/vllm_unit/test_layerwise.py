@@ -20,7 +20,7 @@ from kvxfer.vllm.layerwise import Layerwise
 from kvxfer.vllm.notices import Reserved
 from tests.processes import until
 
-from .engine import BLOCK_TOKENS, Engine
+from .engine import BLOCK_TOKENS, TO_PREFILL, Engine
 from .model import LAYERS
 from .test_contract import prompt
 from .test_streaming import CHUNK, LENGTH, Pair, expected
@@ -305,6 +305,21 @@ def test_prefill_is_aborted_while_layers_are_sent(start: Start, policy: str) -> 
     answer = pair.finish()
     assert (answer.status, answer.computed) == expected(policy)
     assert pair.decode.total("layerwise") == 0
+
+
+def test_prefill_is_preempted_while_layers_are_sent(start: Start) -> None:
+    """Another prompt gets the blocks; what has been read of them does not count."""
+    pair = pair_of(start).ask_decode()
+    meet_within(pair, [], each=False)
+    release = hold_last_layer(pair)
+    pair.source = pair.prefill.add(pair.prompt, kv={**TO_PREFILL, "kvxfer_stream": {"id": pair.id}}, max_tokens=2)
+    pair.prefill.step()
+    pair.prefill.after_layer = lambda layer: None
+    pair.prefill.scheduler.reset_prefix_cache(reset_running_requests=True)
+    pair.prefill.add(prompt(40 * BLOCK_TOKENS, 3))
+    pair.prefill.step()
+    release()
+    fetches_it_all(pair)
 
 
 def test_decode_is_aborted_while_layers_are_sent(start: Start) -> None:
