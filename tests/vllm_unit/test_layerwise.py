@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine import FinishReason
 
-from kvxfer.errors import InvalidRequest
+from kvxfer.errors import InvalidRequest, TransferError
 from kvxfer.layout import GroupKind
 from kvxfer.vllm import KvxferConnector, engine, notices
 from kvxfer.vllm.intake import _Receiving
@@ -229,6 +229,27 @@ def test_decode_comes_when_the_step_is_over(start: Start) -> None:
     pair.prefill.step()
     pair.ask_decode()
     fetches_it_all(pair)
+
+
+def test_parts_that_did_not_come(start: Start) -> None:
+    """Decode lacks what lies before the last step's tokens: prefill must keep its lease, which brings it all."""
+    pair = pair_of(start, chunks=True).meet()
+    intake = pair.decode.ranks[0].connector._worker._intakes[pair.target]
+    fetch = intake._start_fetch
+
+    def fails(*_: Any) -> Any:
+        raise TransferError("the part does not come")
+
+    def after_layer(layer: int) -> None:
+        if is_last_step(pair) and layer == 0:
+            until(lambda: pair.decode.step() or is_sent(pair) or (orders and not decode._reservations), 10, "a word")
+            intake._start_fetch = fetch
+
+    decode, make_room, orders = pair.decode.side._streams_in, intake.make_room, []
+    intake.make_room = lambda order: (orders.append(order), make_room(order))
+    intake._start_fetch, pair.prefill.after_layer = fails, after_layer
+    fetches_it_all(pair)
+    assert [order.first_token > 0 for order in orders] == [True]
 
 
 def test_a_layer_that_is_computed_twice(start: Start) -> None:
