@@ -6,6 +6,7 @@ step.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from vllm.v1.engine import FinishReason
 
 from kvxfer.errors import InvalidRequest, TransferError
 from kvxfer.layout import GroupKind
-from kvxfer.vllm import KvxferConnector, engine, notices
+from kvxfer.vllm import KvxferConnector, engine, notices, versions
 from kvxfer.vllm.intake import _Receiving
 from kvxfer.vllm.layerwise import Layerwise
 from kvxfer.vllm.notices import Reserved
@@ -250,6 +251,31 @@ def test_parts_that_did_not_come(start: Start) -> None:
     intake._start_fetch, pair.prefill.after_layer = fails, after_layer
     fetches_it_all(pair)
     assert [order.first_token > 0 for order in orders] == [True]
+
+
+@pytest.mark.skipif(not versions.REPORTS_FAILED_REQUESTS, reason="this version does not tell of such loads")
+def test_another_connector_fails_to_load_within_the_step(start: Start) -> None:
+    """vLLM then computes the tokens again: what the step has left of them, and of those behind them, is wrong."""
+    pair = pair_of(start, prefill={"policy": "recompute", "check": False}).ask_decode()
+    prefill, worker = pair.prefill.scheduler, pair.prefill.ranks[0].connector
+    matched, loads = prefill.connector.get_num_new_matched_tokens, [4 * BLOCK_TOKENS]
+    prefill.connector.get_num_new_matched_tokens = lambda *given: (loads.pop(), False) if loads else matched(*given)
+    pair.ask_prefill()
+    failed: list[set[int]] = []
+
+    def after_layer(layer: int) -> None:
+        if layer == 0 and not failed:
+            failed.append(set(prefill.kv_cache_manager.get_block_ids(pair.source)[0][:4]))
+            for _ in range(50):
+                pair.decode.step()
+                time.sleep(0.01)
+
+    pair.prefill.after_layer = after_layer
+    worker.get_block_ids_with_load_errors = lambda: failed[0]
+    pair.prefill.step()
+    del worker.get_block_ids_with_load_errors
+    answer = pair.finish()
+    assert (answer.status, answer.computed) == (FinishReason.LENGTH, [1, 1])
 
 
 def test_a_layer_that_is_computed_twice(start: Start) -> None:
