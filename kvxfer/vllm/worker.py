@@ -308,7 +308,11 @@ class WorkerSide:
             wire=self._options.wire,
             allow_missing=self._options.allow_missing_layers,
         )
-        self._connector.notify(order.ranks[self._place.rank], notices.encode(word))
+        try:
+            self._connector.notify(order.ranks[self._place.rank], notices.encode(word))
+        except KvxferError:  # for what prefill calls its endpoint, say: nobody will come
+            reservation.cancel()
+            raise
         return reservation
 
     def _reservation_ended(self, order: Reserve, stats: TransferStats | None = None) -> None:

@@ -278,6 +278,26 @@ def test_another_connector_fails_to_load_within_the_step(start: Start) -> None:
     assert (answer.status, answer.computed) == (FinishReason.LENGTH, [1, 1])
 
 
+def test_an_endpoint_that_is_none(start: Start) -> None:
+    """Nothing stays reserved under a ticket whose slot is given back."""
+    pair = pair_of(start).ask_decode()
+    pair.prefill.side._streams_out._endpoints = lambda: ("nowhere",)
+    decode = pair.decode.side._streams_in
+    ended: list[str] = []
+    reservation_ended = decode.reservation_ended
+    decode.reservation_ended = lambda request, ranks: (ended.append(request), reservation_ended(request, ranks))
+
+    def after_layer(layer: int) -> None:
+        if layer == 0 and not ended:
+            until(lambda: pair.decode.step() or ended, 10, "a report")
+
+    pair.prefill.after_layer = after_layer
+    pair.ask_prefill().prefill.step()
+    node = pair.decode.ranks[0].connector._worker._connector._node
+    until(lambda: not node.promises and not node.active, 10, "nothing to be reserved")
+    fetches_it_all(pair)
+
+
 def test_a_layer_that_is_computed_twice(start: Start) -> None:
     """As where a step runs in several batches: its first end says nothing."""
     pair = pair_of(start).ask_decode()
