@@ -111,6 +111,7 @@ class WorkerSide:
                 secret=auth.secret_bytes(arguments["secret"]),
                 timeout_s=self._options.stream_timeout_s,
                 mark=self._event,
+                has_all_layers=self._config.parallel_config.pipeline_parallel_size == 1,
             )
             self._connector.on_notice(self._layerwise.take)
         _log.info(

@@ -298,6 +298,21 @@ def test_an_endpoint_that_is_none(start: Start) -> None:
     fetches_it_all(pair)
 
 
+@pytest.mark.parametrize("has_all_layers", [True, False])
+def test_layers_that_decode_may_lack(start: Start, has_all_layers: bool) -> None:
+    """Those that no rank of prefill has; a pipeline's rank cannot tell."""
+    pair = pair_of(start, decode={"allow_missing_layers": True}).ask_decode()
+    side = layerwise(pair)
+    assert side._has_all_layers
+    side._has_all_layers = has_all_layers
+    allowed: list[bool] = []
+    send = side._cache.send
+    side._cache.send = lambda *given, **options: allowed.append(options["allow_missing"]) or send(*given, **options)
+    meet_within(pair, [])
+    assert pair.ask_prefill().finish().computed == [1, 1]
+    assert allowed == [has_all_layers]
+
+
 def test_a_layer_that_is_computed_twice(start: Start) -> None:
     """As where a step runs in several batches: its first end says nothing."""
     pair = pair_of(start).ask_decode()
