@@ -404,6 +404,21 @@ def test_prefill_is_preempted_while_layers_are_sent(start: Start) -> None:
     fetches_it_all(pair)
 
 
+def test_packed_layers_that_are_written_before_the_stop_is_heard(start: Start) -> None:
+    """Whoever moves bytes hears of a stop on another thread, and what was packed by then does not count either."""
+    pair = pair_of(start, ways=["packed"]).ask_decode()
+    meet_within(pair, [], each=False)
+    release = hold_last_layer(pair)
+    pair.ask_prefill().prefill.step()
+    side = layerwise(pair)
+    send = side._prompts[pair.source].send
+    until(lambda: send._source is not None, 10, "a grant")
+    send._stop_call = lambda: None
+    side.forget(pair.source)
+    release()
+    fetches_it_all(pair)
+
+
 def test_decode_is_aborted_while_layers_are_sent(start: Start) -> None:
     pair = pair_of(start).ask_decode()
     meet_within(pair, [], each=False)
