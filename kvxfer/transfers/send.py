@@ -348,7 +348,7 @@ class Send(Transfer):
             self._say_end(None)
 
     def _packed_written(self, error: KvxferError | None) -> None:
-        if error is None:
+        if error is None and not self.stopping:
             self._say_end(None)
         self.drop()
 

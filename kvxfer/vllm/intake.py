@@ -170,6 +170,9 @@ class Intake:
         self._fetched(piece, fetch)
 
     def _reserve(self, order: Reserve) -> None:
+        if order.first_token > self._arrived:  # what is lacking before it comes with the lease, which prefill must keep
+            self._reservation_ended(order, None)
+            return
         try:
             self._running = _Receiving(order, self._start_reservation(order))
         except KvxferError:
@@ -185,9 +188,8 @@ class Intake:
             self._reservation_ended(order, None)
             return
         self._reservation_ended(order, reservation.stats)
-        if order.first_token <= self._arrived:
-            self._arrived = order.tokens
-            self._complete = all(group.kind is GroupKind.FULL for group in self._groups)
+        self._arrived = order.tokens
+        self._complete = all(group.kind is GroupKind.FULL for group in self._groups)
         if self._complete and self._next is not None:
             self._release(self._next.ticket)
             self._next = None

@@ -43,9 +43,13 @@ class _Prompt:
 class Layerwise:
     """All prompts of one rank that are sent by layers. Any thread."""
 
-    def __init__(self, cache: Cache, *, secret: bytes, timeout_s: float, mark: Callable[[], object]) -> None:
-        """`mark()` is an event behind all that is launched on the GPU now, None for a cache in host memory."""
+    def __init__(
+        self, cache: Cache, *, secret: bytes, timeout_s: float, mark: Callable[[], object], has_all_layers: bool
+    ) -> None:
+        """`mark()` is an event behind all that is launched on the GPU now, None for a cache in host memory.
+        `has_all_layers`: what this rank lacks no other rank of the engine has."""
         self._cache, self._secret, self._timeout_s, self._mark = cache, secret, timeout_s, mark
+        self._has_all_layers = has_all_layers
         self._layers = cache.layout.layers
         self._lock = threading.Lock()
         self._prompts: dict[str, _Prompt] = {}  # by request
@@ -161,7 +165,7 @@ class Layerwise:
                 layerwise=True,
                 wire=notice.wire,
                 timeout_s=self._timeout_s,
-                allow_missing=notice.allow_missing,
+                allow_missing=notice.allow_missing and self._has_all_layers,
             )
         except KvxferError as error:
             _log.debug("request %s is not sent by layers: %s", opening.request_id, error)

@@ -196,13 +196,17 @@ class StreamsOut:
         for stream in self._streams.values():
             if stream.request.num_preemptions != stream.preemptions:
                 stream.preemptions = stream.request.num_preemptions
+                self._revoke(stream)
                 stream.tables, stream.open_from = {}, None
                 self._open.pop(stream.id, None)
-                self._revoke(stream)
         placed = self._follow_tables(scheduled)
         # In its first step a prompt may share blocks that another one fills in the same step.
         parts = [self._next_part(stream) for request_id, stream in self._streams.items() if request_id not in placed]
-        openings = [self._opening(stream) for stream in self._streams.values() if self._ends(stream, scheduled)]
+        # vLLM takes a step back of whose loads one has failed: another connector's, before which nothing is computed.
+        is_final = not getattr(scheduled, "has_sync_kv_loads", False)
+        openings = [
+            self._opening(stream) for stream in self._streams.values() if is_final and self._ends(stream, scheduled)
+        ]
         oldest = time.monotonic() - self._options.stream_timeout_s
         while self._early and next(iter(self._early.values())).heard_at < oldest:
             self._early.popitem(last=False)

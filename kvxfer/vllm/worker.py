@@ -115,6 +115,7 @@ class WorkerSide:
                 secret=auth.secret_bytes(arguments["secret"]),
                 timeout_s=self._options.stream_timeout_s,
                 mark=self._event,
+                has_all_layers=self._config.parallel_config.pipeline_parallel_size == 1,
             )
             self._connector.on_notice(self._layerwise.take)
         _log.info(
@@ -321,7 +322,11 @@ class WorkerSide:
             wire=self._options.wire,
             allow_missing=self._options.allow_missing_layers,
         )
-        self._connector.notify(order.ranks[self._place.rank], notices.encode(word))
+        try:
+            self._connector.notify(order.ranks[self._place.rank], notices.encode(word))
+        except KvxferError:  # for what prefill calls its endpoint, say: nobody will come
+            reservation.cancel()
+            raise
         return reservation
 
     def _reservation_ended(self, order: Reserve, stats: TransferStats | None = None) -> None:

@@ -6,21 +6,22 @@ step.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from vllm.v1.engine import FinishReason
 
-from kvxfer.errors import InvalidRequest
+from kvxfer.errors import InvalidRequest, TransferError
 from kvxfer.layout import GroupKind
-from kvxfer.vllm import KvxferConnector, engine, notices
+from kvxfer.vllm import KvxferConnector, engine, notices, versions
 from kvxfer.vllm.intake import _Receiving
 from kvxfer.vllm.layerwise import Layerwise
 from kvxfer.vllm.notices import Reserved
 from tests.processes import until
 
-from .engine import BLOCK_TOKENS, Engine
+from .engine import BLOCK_TOKENS, TO_PREFILL, Engine
 from .model import LAYERS
 from .test_contract import prompt
 from .test_streaming import CHUNK, LENGTH, Pair, expected
@@ -254,6 +255,87 @@ def test_decode_comes_when_the_step_is_over(start: Start) -> None:
     fetches_it_all(pair)
 
 
+def test_parts_that_did_not_come(start: Start) -> None:
+    """Decode lacks what lies before the last step's tokens: prefill must keep its lease, which brings it all."""
+    pair = pair_of(start, chunks=True).meet()
+    intake = pair.decode.ranks[0].connector._worker._intakes[pair.target]
+    fetch = intake._start_fetch
+
+    def fails(*_: Any) -> Any:
+        raise TransferError("the part does not come")
+
+    def after_layer(layer: int) -> None:
+        if is_last_step(pair) and layer == 0:
+            until(lambda: pair.decode.step() or is_sent(pair) or (orders and not decode._reservations), 10, "a word")
+            intake._start_fetch = fetch
+
+    decode, make_room, orders = pair.decode.side._streams_in, intake.make_room, []
+    intake.make_room = lambda order: (orders.append(order), make_room(order))
+    intake._start_fetch, pair.prefill.after_layer = fails, after_layer
+    fetches_it_all(pair)
+    assert [order.first_token > 0 for order in orders] == [True]
+
+
+@pytest.mark.skipif(not versions.REPORTS_FAILED_REQUESTS, reason="this version does not tell of such loads")
+def test_another_connector_fails_to_load_within_the_step(start: Start) -> None:
+    """vLLM then computes the tokens again: what the step has left of them, and of those behind them, is wrong."""
+    pair = pair_of(start, prefill={"policy": "recompute", "check": False}).ask_decode()
+    prefill, worker = pair.prefill.scheduler, pair.prefill.ranks[0].connector
+    matched, loads = prefill.connector.get_num_new_matched_tokens, [4 * BLOCK_TOKENS]
+    prefill.connector.get_num_new_matched_tokens = lambda *given: (loads.pop(), False) if loads else matched(*given)
+    pair.ask_prefill()
+    failed: list[set[int]] = []
+
+    def after_layer(layer: int) -> None:
+        if layer == 0 and not failed:
+            failed.append(set(prefill.kv_cache_manager.get_block_ids(pair.source)[0][:4]))
+            for _ in range(50):
+                pair.decode.step()
+                time.sleep(0.01)
+
+    pair.prefill.after_layer = after_layer
+    worker.get_block_ids_with_load_errors = lambda: failed[0]
+    pair.prefill.step()
+    del worker.get_block_ids_with_load_errors
+    answer = pair.finish()
+    assert (answer.status, answer.computed) == (FinishReason.LENGTH, [1, 1])
+
+
+def test_an_endpoint_that_is_none(start: Start) -> None:
+    """Nothing stays reserved under a ticket whose slot is given back."""
+    pair = pair_of(start).ask_decode()
+    pair.prefill.side._streams_out._endpoints = lambda: ("nowhere",)
+    decode = pair.decode.side._streams_in
+    ended: list[str] = []
+    reservation_ended = decode.reservation_ended
+    decode.reservation_ended = lambda request, ranks: (ended.append(request), reservation_ended(request, ranks))
+
+    def after_layer(layer: int) -> None:
+        if layer == 0 and not ended:
+            until(lambda: pair.decode.step() or ended, 10, "a report")
+
+    pair.prefill.after_layer = after_layer
+    pair.ask_prefill().prefill.step()
+    node = pair.decode.ranks[0].connector._worker._connector._node
+    until(lambda: not node.promises and not node.active, 10, "nothing to be reserved")
+    fetches_it_all(pair)
+
+
+@pytest.mark.parametrize("has_all_layers", [True, False])
+def test_layers_that_decode_may_lack(start: Start, has_all_layers: bool) -> None:
+    """Those that no rank of prefill has; a pipeline's rank cannot tell."""
+    pair = pair_of(start, decode={"allow_missing_layers": True}).ask_decode()
+    side = layerwise(pair)
+    assert side._has_all_layers
+    side._has_all_layers = has_all_layers
+    allowed: list[bool] = []
+    send = side._cache.send
+    side._cache.send = lambda *given, **options: allowed.append(options["allow_missing"]) or send(*given, **options)
+    meet_within(pair, [])
+    assert pair.ask_prefill().finish().computed == [1, 1]
+    assert allowed == [has_all_layers]
+
+
 def test_a_layer_that_is_computed_twice(start: Start) -> None:
     """As where a step runs in several batches: its first end says nothing."""
     pair = pair_of(start).ask_decode()
@@ -328,6 +410,36 @@ def test_prefill_is_aborted_while_layers_are_sent(start: Start, policy: str) -> 
     answer = pair.finish()
     assert (answer.status, answer.computed) == expected(policy)
     assert pair.decode.total("layerwise") == 0
+
+
+def test_prefill_is_preempted_while_layers_are_sent(start: Start) -> None:
+    """Another prompt gets the blocks; what has been read of them does not count."""
+    pair = pair_of(start).ask_decode()
+    meet_within(pair, [], each=False)
+    release = hold_last_layer(pair)
+    pair.source = pair.prefill.add(pair.prompt, kv={**TO_PREFILL, "kvxfer_stream": {"id": pair.id}}, max_tokens=2)
+    pair.prefill.step()
+    pair.prefill.after_layer = lambda layer: None
+    pair.prefill.scheduler.reset_prefix_cache(reset_running_requests=True)
+    pair.prefill.add(prompt(40 * BLOCK_TOKENS, 3))
+    pair.prefill.step()
+    release()
+    fetches_it_all(pair)
+
+
+def test_packed_layers_that_are_written_before_the_stop_is_heard(start: Start) -> None:
+    """Whoever moves bytes hears of a stop on another thread, and what was packed by then does not count either."""
+    pair = pair_of(start, ways=["packed"]).ask_decode()
+    meet_within(pair, [], each=False)
+    release = hold_last_layer(pair)
+    pair.ask_prefill().prefill.step()
+    side = layerwise(pair)
+    send = side._prompts[pair.source].send
+    until(lambda: send._source is not None, 10, "a grant")
+    send._stop_call = lambda: None
+    side.forget(pair.source)
+    release()
+    fetches_it_all(pair)
 
 
 def test_decode_is_aborted_while_layers_are_sent(start: Start) -> None:
