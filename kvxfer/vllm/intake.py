@@ -8,6 +8,8 @@ Imports layout, metadata and kvxfer's transfers.
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -77,6 +79,7 @@ class Intake:
         self._arrived = load.cached_tokens
         self._running: _Fetching | _Receiving | None = None
         self._next: Piece | None = None
+        self._wait_until = math.inf  # for what prefill writes, as it could be fetched as well
         self._to_reserve: Reserve | None = None
         self._complete = False
         if load.ticket is not None:
@@ -92,6 +95,7 @@ class Intake:
         self._next = piece
         if piece.is_last:
             self._reserve_no_more()
+            self._wait_until = time.monotonic() + piece.patience_s
             if self._running is not None and self._running.is_outdone():
                 self._running.transfer.cancel()
         self._advance()
@@ -133,6 +137,8 @@ class Intake:
                 self._running.transfer.wait(timeout_s)
 
     def _advance(self) -> None:
+        if isinstance(self._running, _Receiving) and time.monotonic() > self._wait_until:
+            self._running.transfer.cancel()
         if self._running is not None and self._running.transfer.done():
             running, self._running = self._running, None
             if isinstance(running, _Fetching):

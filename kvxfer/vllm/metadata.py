@@ -5,6 +5,7 @@ Pickled by vLLM's executor, between processes of one engine. Imports vLLM's base
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -48,12 +49,16 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A ticket for the first `tokens` tokens of a prompt that is streamed: for all that is loaded if it `is_last`."""
+    """A ticket for the first `tokens` tokens of a prompt that is streamed: for all that is loaded if it `is_last`.
+
+    With the last one, what prefill still writes is waited for only for `patience_s`: its lease does not last for ever.
+    """
 
     request_id: str
     ticket: bytes
     tokens: int
     is_last: bool
+    patience_s: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)

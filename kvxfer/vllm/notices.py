@@ -4,7 +4,7 @@ Between the schedulers decode asks, again and again while it waits; prefill answ
 and unasked when there is something new. A rank of decode tells the same rank of prefill which blocks it may write to.
 Any of these words may be lost.
 
-Imports errors.
+Imports ticket and errors.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Annotated
 import msgspec
 
 from kvxfer.errors import InvalidRequest
+from kvxfer.ticket import MAX_TICKET_BYTES
 
 StreamId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Tokens = Annotated[int, msgspec.Meta(ge=0)]
@@ -55,8 +56,8 @@ class Reserved(msgspec.Struct, frozen=True, kw_only=True, tag="reserved"):
     """Blocks of one rank of decode for the end of a prompt, and how they are to be written: see `Cache.send`."""
 
     id: StreamId
-    ticket: bytes
-    wire: str = "raw"
+    ticket: Annotated[bytes, msgspec.Meta(max_length=MAX_TICKET_BYTES)]
+    wire: Annotated[str, msgspec.Meta(max_length=64)] = "raw"
     allow_missing: bool = False
 
 

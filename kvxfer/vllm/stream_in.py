@@ -33,6 +33,7 @@ from kvxfer.vllm.params import StreamKey
 _log = init_logger("vllm.kvxfer.scheduler")
 
 _ASKS_A_TIMEOUT = 4
+_PATIENCES_A_LEASE = 3
 
 
 @dataclass
@@ -170,7 +171,9 @@ class StreamsIn:
 
     def reservation_ended(self, request_id: str, ranks: int) -> None:
         """So many ranks have nothing reserved any more."""
-        reservation = self._reservations[request_id]
+        reservation = self._reservations.get(request_id)
+        if reservation is None:
+            return
         reservation.ranks_left -= ranks
         if reservation.ranks_left <= 0:
             del self._reservations[request_id]
@@ -232,7 +235,15 @@ class StreamsIn:
         stream.heard_at = time.monotonic()
         stream.told_tokens = ticket.tokens
         request_id = stream.requests[0].request_id
-        self._pieces.append(Piece(request_id=request_id, ticket=bytes(ticket), tokens=ticket.tokens, is_last=is_last))
+        self._pieces.append(
+            Piece(
+                request_id=request_id,
+                ticket=bytes(ticket),
+                tokens=ticket.tokens,
+                is_last=is_last,
+                patience_s=ticket.ttl_s / _PATIENCES_A_LEASE,
+            )
+        )
 
     def _reserve(self, stream: _Stream) -> None:
         """Have the workers reserve blocks for the prompt's end, where prefill can write it and nothing was reserved."""

@@ -107,6 +107,7 @@ class StreamsOut:
         self._ended: OrderedDict[str, str] = OrderedDict()  # why, by stream
         self._parts: dict[str, _Part] = {}  # by request, also after its end
         self._revoked: list[str] = []
+        self._may_be_taken_back = False  # steps, and with them what is thought to be computed
         self._open: dict[str, bytes] = {}  # by stream: the word that its last step has begun; read by any thread
 
     # --- a request's life -----------------------------------------------------------------------------------
@@ -199,14 +200,13 @@ class StreamsOut:
                 self._revoke(stream)
                 stream.tables, stream.open_from = {}, None
                 self._open.pop(stream.id, None)
+        if getattr(scheduled, "has_sync_kv_loads", False) and not self._may_be_taken_back:
+            self._may_be_taken_back = True
+            _log.warning("another connector loads within steps, which vLLM takes back if that fails: no more streams")
         placed = self._follow_tables(scheduled)
         # In its first step a prompt may share blocks that another one fills in the same step.
         parts = [self._next_part(stream) for request_id, stream in self._streams.items() if request_id not in placed]
-        # vLLM takes a step back of whose loads one has failed: another connector's, before which nothing is computed.
-        is_final = not getattr(scheduled, "has_sync_kv_loads", False)
-        openings = [
-            self._opening(stream) for stream in self._streams.values() if is_final and self._ends(stream, scheduled)
-        ]
+        openings = [self._opening(stream) for stream in self._streams.values() if self._ends(stream, scheduled)]
         oldest = time.monotonic() - self._options.stream_timeout_s
         while self._early and next(iter(self._early.values())).heard_at < oldest:
             self._early.popitem(last=False)
@@ -241,7 +241,7 @@ class StreamsOut:
         wanted = listener is not None and listener.has_blocks and stream.last is None
         if not wanted or request.request_id in self._parts or not stream.tables:
             return None
-        if not self._endpoints():  # whoever used the ticket now would not learn of the ranks
+        if self._may_be_taken_back or not self._endpoints():  # a ticket that was used now would find no ranks
             return None
         computed = request.num_computed_tokens
         tokens = max(0, computed - self._lookahead) // self._unit * self._unit
@@ -276,6 +276,7 @@ class StreamsOut:
         request = stream.request
         count = scheduled.num_scheduled_tokens.get(request.request_id, 0)
         wanted = self._options.stream_layers and not stream.is_unwanted and stream.last is None and stream.tables
+        wanted = wanted and not self._may_be_taken_back
         return bool(
             wanted
             and count

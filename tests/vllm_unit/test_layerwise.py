@@ -299,6 +299,10 @@ def test_another_connector_fails_to_load_within_the_step(start: Start) -> None:
     del worker.get_block_ids_with_load_errors
     answer = pair.finish()
     assert (answer.status, answer.computed) == (FinishReason.LENGTH, [1, 1])
+    later = Pair(pair.prefill, pair.decode, prompt(LENGTH, 9)).ask_decode()
+    pair.prefill.after_layer = lambda layer: [pair.decode.step() for _ in range(20)]
+    later.ask_prefill()
+    fetches_it_all(later)
 
 
 def test_an_endpoint_that_is_none(start: Start) -> None:
@@ -467,6 +471,16 @@ def test_the_lease_ends_before_the_last_layer(start: Start) -> None:
     assert pair.decode.answers[pair.target].computed == [LENGTH, 1]
     assert pair.decode.total("layerwise") == 0
     pair.settle()
+
+
+def test_a_send_that_does_not_end(start: Start) -> None:
+    """Decode does not wait for it as long as the lease would last."""
+    pair = pair_of(start, lease_s=3.0).ask_decode()
+    meet_within(pair, [], each=False)
+    hold_last_layer(pair)
+    pair.ask_prefill()
+    fetches_it_all(pair)
+    assert pair.prefill.total("expired") == 0
 
 
 def test_prefill_dies_while_layers_are_sent(start: Start) -> None:
