@@ -6,7 +6,7 @@
 # make docs   builds the documentation into site/
 # make bench  runs the CPU benchmarks and keeps their JSON in benchmarks/results/
 # make test-gpu        builds for this machine's GPUs, runs what needs them and keeps log and JSON in build/gpu/
-# make bench-vllm      the latency of vLLM's servers, for ten minutes
+# make bench-vllm      the latency of vLLM's servers, for a quarter of an hour
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
