@@ -250,7 +250,7 @@ class StreamsIn:
         load = stream.load
         if load is None or stream.open_from is None or stream.has_reserved or len(stream.prefill_ranks) != self._ranks:
             return
-        if not self._endpoints():  # whoever used the ticket now would not learn of the ranks
+        if not self._endpoints():  # whoever used the ticket would take this for an engine without a cache
             return
         first = max(stream.open_from, load.cached_tokens)
         blocks = {

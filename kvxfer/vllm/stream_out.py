@@ -107,7 +107,7 @@ class StreamsOut:
         self._ended: OrderedDict[str, str] = OrderedDict()  # why, by stream
         self._parts: dict[str, _Part] = {}  # by request, also after its end
         self._revoked: list[str] = []
-        self._may_be_taken_back = False  # steps, and with them what is thought to be computed
+        self._may_be_taken_back = False  # whether vLLM may say of a past step that it has computed nothing
         self._open: dict[str, bytes] = {}  # by stream: the word that its last step has begun; read by any thread
 
     # --- a request's life -----------------------------------------------------------------------------------
@@ -241,7 +241,8 @@ class StreamsOut:
         wanted = listener is not None and listener.has_blocks and stream.last is None
         if not wanted or request.request_id in self._parts or not stream.tables:
             return None
-        if self._may_be_taken_back or not self._endpoints():  # a ticket that was used now would find no ranks
+        # Without the ranks' endpoints, whoever used a ticket would take this for an engine without a cache.
+        if self._may_be_taken_back or not self._endpoints():
             return None
         computed = request.num_computed_tokens
         tokens = max(0, computed - self._lookahead) // self._unit * self._unit
