@@ -43,7 +43,9 @@ class Front:
         return app
 
     async def _connect(self, app: web.Application) -> Any:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as self._client:
+        # A connection that lies idle may be closed by the engine just as it is used again.
+        fresh = aiohttp.TCPConnector(force_close=True, limit=0)
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), connector=fresh) as self._client:
             yield
 
     async def complete(self, request: web.Request) -> web.StreamResponse:

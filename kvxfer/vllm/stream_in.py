@@ -33,6 +33,7 @@ from kvxfer.vllm.params import StreamKey
 _log = init_logger("vllm.kvxfer.scheduler")
 
 _ASKS_A_TIMEOUT = 4
+_ASK_S = 2.0  # between two questions at most: one may be lost with a connection
 _PATIENCES_A_LEASE = 3
 
 
@@ -315,7 +316,7 @@ class StreamsIn:
         return self._streams.get(self._ids.get(request_id, ""))
 
     def _ask(self, stream: _Stream) -> None:
-        stream.ask_at = time.monotonic() + self._options.stream_timeout_s / _ASKS_A_TIMEOUT
+        stream.ask_at = time.monotonic() + min(_ASK_S, self._options.stream_timeout_s / _ASKS_A_TIMEOUT)
         self._notify(stream, Ask(id=stream.key.id, has_blocks=stream.loads))
 
     def _leave(self, stream: _Stream) -> None:

@@ -180,14 +180,18 @@ class StreamsOut:
             self._tell(stream)
 
     def answer_at_once(self, endpoint: str, payload: bytes) -> None:
-        """On kvxfer's thread: whoever asks while a step is at work that completes the prompt need not wait for its end,
-        when the scheduler's thread takes the word."""
-        if not self._open:
-            return
+        """On kvxfer's thread: what is known need not wait for the scheduler's, which takes words once a step.
+
+        A step that completes the prompt may be at work; and an engine without requests has no steps.
+        """
         with contextlib.suppress(KvxferError):
             notice = notices.decode(payload)
-            if isinstance(notice, Ask) and (word := self._open.get(notice.id)):
+            if not isinstance(notice, Ask):
+                return
+            if word := self._open.get(notice.id):
                 self._connector.notify(endpoint, word)
+            elif reason := self._ended.get(notice.id):
+                self._connector.notify(endpoint, notices.encode(News(id=notice.id, ended=reason)))
 
     # --- a step ---------------------------------------------------------------------------------------------
 

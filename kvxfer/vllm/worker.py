@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 from kvxfer.cache import Cache
 from kvxfer.connector import Connector
 from kvxfer.control import auth
-from kvxfer.errors import KvxferError
+from kvxfer.errors import Cancelled, KvxferError
 from kvxfer.layout import GroupKind
 from kvxfer.lease import Lease, LeaseState
 from kvxfer.transfers.fetch import Fetch
@@ -361,8 +361,11 @@ class WorkerSide:
             _log.debug("a ticket was not released: %s", error)
 
     def _load_failed(self, load: Load, error: KvxferError) -> None:
-        self.stats.count("failed")
         self._failed_blocks.update(block for ids in load.blocks.values() for block in ids)
+        if isinstance(error, Cancelled):
+            _log.debug("KV of request %s is not wanted any more: %s", load.request_id, error)
+            return
+        self.stats.count("failed")
         _log.warning("KV of request %s was not fetched: %s: %s", load.request_id, type(error).__name__, error)
 
     def _fetched(self, piece: Piece, fetch: Fetch) -> None:

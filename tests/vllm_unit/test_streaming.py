@@ -313,6 +313,16 @@ def test_decode_asks_when_the_lease_is_over(start: Start) -> None:
     assert (answer.computed, pair.decode.total("given_up")) == ([LENGTH, 1], 1)
 
 
+def test_an_engine_without_requests_says_what_has_ended(start: Start) -> None:
+    """It has no steps in which its scheduler could take the question."""
+    pair = Pair.start(start, lease_s=0.1).ask_prefill()
+    pair.prefill.run(pair.source)
+    pair.settle()
+    pair.ask_decode()
+    pair.decode.run(pair.target, timeout_s=20.0)
+    assert (pair.decode.answers[pair.target].computed, pair.decode.total("given_up")) == ([LENGTH, 1], 1)
+
+
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:9", "nonsense", None])
 def test_no_prefill_engine_at_that_address(start: Start, endpoint: str | None) -> None:
     pair = Pair.start(start)
