@@ -305,15 +305,16 @@ class Directory:
         self._progress.post(lambda: self.send_all(engine, self._describe(True)))
 
     def forget(self, engine: Engine) -> None:
-        """Have the next ticket dial the engine anew: it may not have known its own members when it was dialled. Any
-        thread."""
+        """Have the next ticket dial an engine anew of which nobody has any cache: it may not have known its own members
+        when it was dialled. Any thread."""
 
         def part() -> None:
+            if any(peer.caches for peer in engine.peers.values()):
+                return
             if self._engines.get(engine.key) is engine:
                 del self._engines[engine.key]
             for peer in engine.peers.values():
-                if not peer.caches:
-                    peer.session.close("it has no cache; whoever needs one dials anew")
+                peer.session.close("it has no cache; whoever needs one dials anew")
 
         self._progress.post(part)
 

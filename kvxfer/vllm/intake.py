@@ -18,7 +18,7 @@ from kvxfer.layout import GroupKind
 from kvxfer.transfers.fetch import Fetch
 from kvxfer.transfers.reserve import Reservation
 from kvxfer.transfers.transfer import TransferState, TransferStats
-from kvxfer.vllm.layouts import TableGroup
+from kvxfer.vllm.layouts import TableGroup, all_full
 from kvxfer.vllm.metadata import BlockIds, Load, Piece, Reserve
 
 
@@ -195,7 +195,7 @@ class Intake:
             return
         self._reservation_ended(order, reservation.stats)
         self._arrived = order.tokens
-        self._complete = all(group.kind is GroupKind.FULL for group in self._groups)
+        self._complete = all_full(self._groups)
         if self._complete and self._next is not None:
             self._release(self._next.ticket)
             self._next = None
@@ -211,10 +211,7 @@ class Intake:
         for group in self._groups:
             listed = self.load.blocks[group.name]
             if group.kind is GroupKind.FULL:
-                size = group.block_tokens
-                first = -(-self.load.tokens // size) - len(listed)
-                lacking = self._arrived // size if self._arrived < piece.tokens else -(-piece.tokens // size)
-                listed = listed[max(0, lacking - first) : max(0, -(-piece.tokens // size) - first)]
+                listed = group.between(listed, self.load.tokens, self._arrived, piece.tokens)
             elif not piece.is_last:
                 listed = []
             blocks[group.name] = listed

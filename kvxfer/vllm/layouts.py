@@ -58,10 +58,16 @@ class TableGroup:
             del blocks[0]
         return blocks
 
-    def last(self, blocks: Sequence[int], tokens: int, first_token: int) -> list[int]:
-        """Of blocks whose last one holds the last of `tokens` tokens, those from the one with `first_token` on."""
-        count = -(-tokens // self.block_tokens) - first_token // self.block_tokens
-        return list(blocks[max(0, len(blocks) - count) :]) if count > 0 else []
+    def between(self, blocks: Sequence[int], tokens: int, first: int, end: int) -> list[int]:
+        """Of blocks whose last one holds the last of `tokens` tokens, those that hold tokens `first` to `end` - 1."""
+        size = self.block_tokens
+        before = -(-tokens // size) - len(blocks)  # blocks that are not listed
+        return list(blocks[max(0, first // size - before) : max(0, -(-end // size) - before)]) if first < end else []
+
+
+def all_full(groups: Sequence[TableGroup]) -> bool:
+    """Whether there is nothing but full attention: no windows and no states."""
+    return all(group.kind is GroupKind.FULL for group in groups)
 
 
 def table_groups(kv_cache_config: Any) -> tuple[TableGroup, ...]:

@@ -5,7 +5,7 @@ workers fetch each part that prefill leases, and at last what is left. If prefil
 they reserve blocks for it. Whatever goes wrong before the end, by a word of prefill or by its silence, ends the load,
 which vLLM takes up by its policy.
 
-Imports layouts, metadata, notices, options, params, and kvxfer's connector.
+Imports issued, layouts, metadata, notices, options, params, and kvxfer's connector.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kvxfer.errors import KvxferError
 from kvxfer.layout import CacheLayout, GroupKind
 from kvxfer.ticket import Ticket
 from kvxfer.vllm import notices, params
+from kvxfer.vllm.issued import Issued, last_has_ended
 from kvxfer.vllm.layouts import TableGroup
 from kvxfer.vllm.metadata import Load, Piece, Reserve
 from kvxfer.vllm.notices import Ask, Leave, News
@@ -61,14 +62,6 @@ class _Stream:
         return self.load is not None
 
 
-@dataclass
-class _Reservation:
-    """A ticket for what prefill writes, and how many ranks may still have blocks there."""
-
-    ticket: Ticket
-    ranks_left: int
-
-
 class StreamsIn:
     """All streams that one decode engine waits for. Called by the scheduler's thread only."""
 
@@ -99,7 +92,7 @@ class StreamsIn:
         self._ids: dict[str, str] = {}  # stream by request
         self._pieces: list[Piece] = []
         self._reserves: list[Reserve] = []
-        self._reservations: dict[str, _Reservation] = {}  # by request
+        self._reservations: dict[str, Issued] = {}  # by request
         self._broken: list[tuple[str, str]] = []
 
     # --- a request's life -----------------------------------------------------------------------------------
@@ -172,13 +165,7 @@ class StreamsIn:
 
     def reservation_ended(self, request_id: str, ranks: int) -> None:
         """So many ranks have nothing reserved any more."""
-        reservation = self._reservations.get(request_id)
-        if reservation is None:
-            return
-        reservation.ranks_left -= ranks
-        if reservation.ranks_left <= 0:
-            del self._reservations[request_id]
-            self._connector.retire(reservation.ticket)
+        last_has_ended(self._reservations, request_id, ranks, self._connector)
 
     # --- what prefill says ----------------------------------------------------------------------------------
 
@@ -255,7 +242,9 @@ class StreamsIn:
             return
         first = max(stream.open_from, load.cached_tokens)
         blocks = {
-            group.name: group.last(load.blocks[group.name], load.tokens, first) if group.kind is GroupKind.FULL else []
+            group.name: group.between(load.blocks[group.name], load.tokens, first, load.tokens)
+            if group.kind is GroupKind.FULL
+            else []
             for group in self._groups
         }
         if not any(blocks.values()):
@@ -275,7 +264,7 @@ class StreamsIn:
         except KvxferError as error:
             _log.debug("request %s: no blocks were reserved: %s", load.request_id, error)
             return
-        self._reservations[load.request_id] = _Reservation(ticket, self._ranks)
+        self._reservations[load.request_id] = Issued(ticket, self._ranks)
         self._reserves.append(
             Reserve(
                 request_id=load.request_id,

@@ -8,7 +8,7 @@ which the prompt is preempted or has ended.
 With the option `stream_layers` the workers are told which prompts a step completes, and decode that it may reserve
 blocks for what is left: see layerwise.
 
-Imports layouts, metadata, notices, options, params, and kvxfer's connector.
+Imports issued, layouts, metadata, notices, options, params, and kvxfer's connector.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from kvxfer.errors import KvxferError
 from kvxfer.layout import CacheLayout, GroupKind
 from kvxfer.ticket import Ticket
 from kvxfer.vllm import notices, params
+from kvxfer.vllm.issued import Issued, last_has_ended
 from kvxfer.vllm.layouts import NULL_BLOCK, TableGroup
 from kvxfer.vllm.metadata import BlockIds, Opening, Publication
 from kvxfer.vllm.notices import Ask, Leave, News
@@ -70,14 +71,6 @@ class _Stream:
         return self.listener is not None and self.listener.is_gone
 
 
-@dataclass
-class _Part:
-    """A part's ticket, and how many ranks have not ended its lease yet."""
-
-    ticket: Ticket
-    ranks_left: int
-
-
 class StreamsOut:
     """All streams of one prefill engine. Called by the scheduler's thread only."""
 
@@ -105,7 +98,7 @@ class StreamsOut:
         self._ids: dict[str, str] = {}  # request by stream
         self._early: OrderedDict[str, _Listener] = OrderedDict()  # who asked for streams that are not here yet
         self._ended: OrderedDict[str, str] = OrderedDict()  # why, by stream
-        self._parts: dict[str, _Part] = {}  # by request, also after its end
+        self._parts: dict[str, Issued] = {}  # by request, also after its end
         self._revoked: list[str] = []
         self._may_be_taken_back = False  # whether vLLM may say of a past step that it has computed nothing
         self._open: dict[str, bytes] = {}  # by stream: the word that its last step has begun; read by any thread
@@ -150,15 +143,9 @@ class StreamsOut:
 
     def part_ended(self, request_id: str, ranks: int) -> None:
         """So many ranks have ended the lease of a request's part."""
-        part = self._parts.get(request_id)
-        if part is None:
-            return
-        part.ranks_left -= ranks
-        if part.ranks_left <= 0:
-            del self._parts[request_id]
-            self._connector.retire(part.ticket)
-            if request_id in self._streams:
-                self._streams[request_id].part = None
+        is_over = last_has_ended(self._parts, request_id, ranks, self._connector)
+        if is_over and request_id in self._streams:
+            self._streams[request_id].part = None
 
     # --- what decode says -----------------------------------------------------------------------------------
 
@@ -264,7 +251,7 @@ class StreamsOut:
         except KvxferError as error:
             _log.debug("request %s: no part was leased: %s", request.request_id, error)
             return None
-        self._parts[request.request_id] = _Part(ticket, self._ranks)
+        self._parts[request.request_id] = Issued(ticket, self._ranks)
         stream.part, stream.leased_tokens = ticket, tokens
         self._tell(stream)
         return Publication(

@@ -20,7 +20,6 @@ from kvxfer.cache import Cache
 from kvxfer.connector import Connector
 from kvxfer.control import auth
 from kvxfer.errors import Cancelled, KvxferError
-from kvxfer.layout import GroupKind
 from kvxfer.lease import Lease, LeaseState
 from kvxfer.transfers.fetch import Fetch
 from kvxfer.transfers.reserve import Reservation
@@ -30,7 +29,7 @@ from kvxfer.vllm.engine import Place
 from kvxfer.vllm.fingerprint import fingerprint_of
 from kvxfer.vllm.intake import Intake, broken_off
 from kvxfer.vllm.layerwise import Layerwise
-from kvxfer.vllm.layouts import TableGroup, cache_layout, table_groups
+from kvxfer.vllm.layouts import TableGroup, all_full, cache_layout, table_groups
 from kvxfer.vllm.metadata import BlockIds, Load, Orders, Piece, Publication, RankReport, Reserve
 from kvxfer.vllm.notices import Reserved
 from kvxfer.vllm.options import Options, connector_arguments
@@ -71,6 +70,7 @@ class WorkerSide:
         self._ended_parts: dict[str, int] = {}
         self._ended_reservations: dict[str, int] = {}
         self._layerwise: Layerwise | None = None
+        self._sends_all = options.stream_layers and all_full(self._groups)  # nothing is left to a fetch
         self._intakes: dict[str, Intake] = {}
         self._is_idle = False
         self._sent: set[str] = set()
@@ -272,11 +272,6 @@ class WorkerSide:
                 if lease is not None:
                     lease.release()
             self._forget_sent(request_id)
-
-    @property
-    def _sends_all(self) -> bool:
-        """Whether what is sent by layers is all of a prompt: no group's blocks are left to a fetch."""
-        return self._layerwise is not None and all(group.kind is GroupKind.FULL for group in self._groups)
 
     def _forget_sent(self, request_id: str) -> None:
         """The request's blocks change hands."""

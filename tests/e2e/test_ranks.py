@@ -166,3 +166,22 @@ def test_a_ticket_that_was_used_before_its_engine_knew_its_ranks() -> None:
             hand_over()
         scheduler.set_members({0: rank.endpoint})
         assert hand_over().peers == 1
+
+
+def test_a_cache_that_no_rank_has_costs_no_session_each_time() -> None:
+    with (
+        kvxfer.Connector("rank", secret=SECRET) as rank,
+        kvxfer.Connector("scheduler", secret=SECRET) as scheduler,
+        kvxfer.Connector("reader", secret=SECRET) as reader,
+    ):
+        whole = layout(0, HEADS)
+        _, into = (c.register(make_arrays(whole, "private", seed), whole) for seed, c in ((1, rank), (2, reader)))
+        rank.join_engine("scheduler", scheduler.generation)
+        scheduler.set_members({0: rank.endpoint})
+        sessions = set()
+        for _ in range(2):
+            ticket = scheduler.issue(whole, {"full": SRC}, tokens=TOKENS, cache="draft")
+            with pytest.raises(errors.UnknownCache, match="cache 'draft'"):
+                into.fetch(ticket, into={"full": DST}).wait(10.0)
+            sessions.add(len(reader._node.directory.peers))
+        assert len(sessions) == 1
